@@ -1,0 +1,1 @@
+"""Writing new keys and values to their slots."""

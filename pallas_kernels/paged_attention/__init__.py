@@ -1,0 +1,1 @@
+"""Causal attention of new queries over paged keys and values."""

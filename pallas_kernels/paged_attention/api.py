@@ -1,0 +1,77 @@
+"""paged_attention: the one entry point; backends stand beside it and agree with reference.py."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference, xla
+
+Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
+Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+BACKENDS: dict[str, Callable[..., Queries]] = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+def paged_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: Int[Array, "num_rows blocks_per_row"],
+    seq_lens: Int[Array, " num_rows"],
+    query_start_loc: Int[Array, " num_rows_plus_1"],
+    *,
+    layer: int | Int[Array, ""],
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Queries:
+    """softmax(scale q K^T + causal mask) V for every new token of a ragged batch (PagedAttention, SOSP 2023, sec. 4.1).
+
+    Row r's queries are q[query_start_loc[r]:query_start_loc[r + 1]]: the last tokens of a sequence of seq_lens[r]
+    tokens, all of whose keys and values are in the caches already, token t in block block_tables[r, t // block_size].
+    A row with one query is decoding, one with several is a prefill chunk over whatever context lies before it. When
+    num_tokens == num_rows the batch must be decode only (one query a row), and query_start_loc is not read.
+
+    Padding: rows beyond the batch have seq_lens 0 and no queries (in a decode batch, one whose output is zero).
+    Entries of block_tables past a row's blocks may name any valid block: they are never used, whatever it holds. Tokens
+    past query_start_loc[-1] come out as zeros.
+
+    num_heads is a multiple of num_kv_heads; query head h reads key head h // (num_heads // num_kv_heads). scale
+    defaults to head_dim ** -0.5. Softmax and accumulation are in float32; the output has q's dtype.
+
+    backend: one of BACKENDS, None for the default: "xla". ValueError names an unknown backend or a shape that is not
+    supported.
+    """
+    name = default_backend() if backend is None else backend
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    _check_shapes(q, k_cache)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = (block_tables, seq_lens, query_start_loc)
+    return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), scale=scale, backend=name)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+def _dispatch(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer, *, scale, backend) -> Queries:
+    # Jitted with a traced layer, so that a model of many layers traces and lowers the kernel once.
+    return BACKENDS[backend](q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer=layer, scale=scale)
+
+
+def default_backend() -> str:
+    """The backend that backend=None means on JAX's default device."""
+    return "xla"
+
+
+def _check_shapes(q: Queries, k_cache: Cache) -> None:
+    _, _, num_kv_heads, block_size, head_dim = k_cache.shape
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"num_heads is {q.shape[1]}; allowed: multiples of num_kv_heads ({num_kv_heads})")
+    if q.shape[2] != head_dim:
+        raise ValueError(f"q's head_dim is {q.shape[2]}; allowed: the cache's, {head_dim}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size is {block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q's dtype is {q.dtype}; allowed: float32, bfloat16, float16")
