@@ -1,0 +1,144 @@
+"""Frozen configurations, validated on construction and never mutated."""
+
+import dataclasses
+import json
+from typing import Literal
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+SUPPORTED_HEAD_DIMS = tuple(range(8, 257, 8))
+
+
+def require(is_valid: bool, field: str, value: object, allowed: str) -> None:
+    """Raises ValueError naming the field, the value and what is allowed, unless is_valid."""
+    if not is_valid:
+        raise ValueError(f"{field} is {value!r}; allowed: {allowed}")
+
+
+def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Checks that value is an int (not a bool) in [minimum, maximum]."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_valid = is_int and value >= minimum and (maximum is None or value <= maximum)
+    require(is_valid, field, value, f"an integer >= {minimum}" + (f" and <= {maximum}" if maximum is not None else ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """The llama3 frequency-dependent scaling of rotary embeddings (Llama 3.1, transformers' rope_type "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of one decoder-only transformer, whatever file they came from."""
+
+    architecture: str  # a key of paxpage.models.registry, as in a checkpoint's "architectures"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    is_tied: bool = False  # the output head is the embedding
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    dtype: str = "float32"  # the checkpoint's own
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            require_int(field, getattr(self, field), 1)
+        is_grouped = self.num_heads % self.num_kv_heads == 0
+        require(is_grouped, "num_heads", self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
+        require(self.head_dim in SUPPORTED_HEAD_DIMS, "head_dim", self.head_dim, "multiples of 8 from 8 to 256")
+        require(self.dtype in DTYPES[1:], "dtype", self.dtype, ", ".join(DTYPES[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and of one request, in tokens and in requests."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        require_int("max_num_seqs", self.max_num_seqs, 1)
+        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        require_int("max_model_len", self.max_model_len, 1)
+        require(self.policy in ("fcfs", "priority"), "scheduling_policy", self.policy, "fcfs, priority")
+        is_enough = self.max_num_batched_tokens >= self.max_num_seqs
+        allowed = f"at least max_num_seqs ({self.max_num_seqs}), so that every running request can decode in one step"
+        require(is_enough, "max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """What a user chooses when starting an engine. None means: derived from the model and the device.
+
+    num_blocks counts the null block, so num_blocks - 1 of them hold tokens.
+    """
+
+    dtype: str = "auto"
+    seed: int = 0
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = False
+    tensor_parallel_size: int = 1
+    load_format: str = "auto"
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        require(self.kv_cache_dtype in DTYPES, "kv_cache_dtype", self.kv_cache_dtype, ", ".join(DTYPES))
+        require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, ", ".join(LOAD_FORMATS))
+        require(self.block_size in BLOCK_SIZES, "block_size", self.block_size, ", ".join(map(str, BLOCK_SIZES)))
+        require(
+            self.scheduling_policy in ("fcfs", "priority"),
+            "scheduling_policy",
+            self.scheduling_policy,
+            "fcfs, priority",
+        )
+        is_share = isinstance(self.gpu_memory_utilization, (int, float)) and 0 < self.gpu_memory_utilization <= 1
+        require(is_share, "gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
+        for field in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, field) is not None:
+                require_int(field, getattr(self, field), 1)
+        if self.num_blocks is not None:
+            require_int("num_blocks", self.num_blocks, 2)
+        require_int("max_logprobs", self.max_logprobs, 0, 100)
+        require_int("seed", self.seed, 0, 2**63 - 1)
+        require(
+            not self.enable_prefix_caching, "enable_prefix_caching", True, "False (prefix caching is not built yet)"
+        )
+        require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1")
+
+
+def from_json(text: str) -> ModelConfig:
+    """Rebuilds a ModelConfig from to_json's text."""
+    fields = json.loads(text)
+    if fields.get("rope_scaling") is not None:
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+    return ModelConfig(**fields)
+
+
+def to_json(config: ModelConfig) -> str:
+    """One line of JSON that from_json reads back."""
+    return json.dumps(dataclasses.asdict(config))

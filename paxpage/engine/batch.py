@@ -1,0 +1,145 @@
+"""The bridge: a ScheduledBatch on the host becomes padded arrays for the device. Pure functions.
+
+All integers of a step travel in one int32 array (a transfer costs more than its bytes), so pack and unpack share one
+layout. Shapes come from a short list of StepShapes, compiled ahead.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paxpage.engine.block_pool import NULL_BLOCK
+from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.request import Request
+from paxpage.engine.sampling_params import MAX_STOP_TOKEN_IDS
+from paxpage.engine.scheduler import ScheduledBatch, ScheduledRow
+
+MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 16  # stop tokens and the model's own ends of sequence
+NO_TOKEN = 2**31 - 1  # past every vocabulary: a scatter with mode="drop" leaves it out
+
+
+class StepShape(NamedTuple):
+    """Padded size of a step. With num_tokens == num_rows every row has one query: a decode step."""
+
+    num_tokens: int
+    num_rows: int
+    blocks_per_row: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has exactly one query."""
+        return self.num_tokens == self.num_rows
+
+    @property
+    def num_ints(self) -> int:
+        """Length of the packed array."""
+        return 3 * self.num_tokens + 3 * self.num_rows + 1 + self.num_rows * self.blocks_per_row
+
+
+class StepInputs(NamedTuple):
+    """One step's integers, int32. Padding tokens have slot 0 (null block); padding rows have seq_len 0."""
+
+    token_ids: Any  # [num_tokens]
+    positions: Any  # [num_tokens], index in the token's own sequence
+    slot_mapping: Any  # [num_tokens], block_id * block_size + offset where the token's key and value go
+    query_start_loc: Any  # [num_rows + 1], row r's tokens are query_start_loc[r] .. query_start_loc[r + 1] - 1
+    seq_lens: Any  # [num_rows], tokens in the cache once this step has written its own
+    logits_indices: Any  # [num_rows], each row's last token in this step
+    block_tables: Any  # [num_rows, blocks_per_row]
+
+
+def unpack(packed: Any, shape: StepShape) -> StepInputs:
+    """Slices the packed int32 array (numpy, jax or traced) into its fields."""
+    num_tokens, num_rows, _ = shape
+    lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows)
+    ends = np.cumsum(lengths).tolist()
+    fields = [packed[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return StepInputs(*fields, packed[ends[-1] :].reshape(num_rows, -1))
+
+
+def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np.ndarray:
+    """Writes a batch into a packed int32 array of shape.num_ints, padded to shape."""
+    packed = np.zeros(shape.num_ints, np.int32)
+    inputs = unpack(packed, shape)
+    rows = batch.rows
+    counts = np.array([row.num_tokens for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
+    ends = np.cumsum(counts, dtype=np.int32)
+    num_rows, num_tokens = len(rows), int(ends[-1])
+    inputs.query_start_loc[1 : num_rows + 1] = ends
+    inputs.query_start_loc[num_rows + 1 :] = num_tokens
+    inputs.seq_lens[:num_rows] = starts + counts
+    inputs.logits_indices[:num_rows] = ends - 1
+    tables = manager.block_tables[[row.request.row for row in rows]]
+    inputs.block_tables[:num_rows] = tables
+    row_of_token = np.repeat(np.arange(num_rows), counts)
+    positions = np.arange(num_tokens, dtype=np.int32) + (starts + counts - ends)[row_of_token]
+    inputs.token_ids[:num_tokens] = _token_ids(rows)
+    inputs.positions[:num_tokens] = positions
+    inputs.slot_mapping[:num_tokens] = slots_of(tables, row_of_token, positions, manager.block_size)
+    return packed
+
+
+def slots_of(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slot of each (row, position): int32, asserted to lie outside the null block."""
+    block_ids = tables[rows, positions // block_size]
+    assert (block_ids != NULL_BLOCK).all(), "a token has no block"
+    return block_ids * np.int32(block_size) + positions % block_size
+
+
+def _token_ids(rows: list[ScheduledRow]) -> list[int]:
+    token_ids: list[int] = []
+    for request, start, num_tokens, _ in rows:
+        token_ids += request.token_ids[start : start + num_tokens]
+    return token_ids
+
+
+class SamplingInputs(NamedTuple):
+    """How each row's token is drawn; float fields travel as the bits of float32."""
+
+    temperature: Any  # float32 [num_rows], 0 is greedy
+    top_p: Any  # float32 [num_rows]
+    min_p: Any  # float32 [num_rows]
+    top_k: Any  # int32 [num_rows], at least 1; the vocabulary size or more keeps all
+    seed_low: Any  # int32 [num_rows], the bits of a uint32
+    seed_high: Any  # int32 [num_rows]
+    position: Any  # int32 [num_rows], index in its sequence of the token to be drawn
+    suppressed: Any  # int32 [num_rows, MAX_SUPPRESSED], ids that cannot be drawn; NO_TOKEN for none
+
+
+NUM_SAMPLING_INTS = 7 + MAX_SUPPRESSED
+
+
+def pack_sampling(rows: list[ScheduledRow], num_rows: int) -> np.ndarray:
+    """int32 [num_rows, NUM_SAMPLING_INTS], padded with greedy rows."""
+    packed = np.zeros((num_rows, NUM_SAMPLING_INTS), np.int32)
+    packed[:, 3] = 1
+    for index, row in enumerate(rows):
+        packed[index] = _sampling_row(row.request)
+    return packed
+
+
+def _sampling_row(request: Request) -> np.ndarray:
+    params = request.params
+    floats = np.array([0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p], np.float32)
+    seed = request.seed % 2**64
+    top_k = params.top_k if params.top_k > 0 else NO_TOKEN
+    words = np.array([top_k, seed % 2**32, seed >> 32, request.num_tokens], np.uint32)
+    suppressed = np.full(MAX_SUPPRESSED, NO_TOKEN, np.int32)
+    if request.num_output_tokens < params.min_tokens:
+        ids = sorted(request.eos_token_ids | request.stop_token_ids)
+        suppressed[: len(ids)] = ids
+    return np.concatenate([floats.view(np.int32), words.view(np.int32), suppressed])
+
+
+def needs_sampler(rows: list[ScheduledRow]) -> bool:
+    """Whether the most likely token of the raw logits is not all that the batch wants."""
+    return any(
+        not params.is_greedy or params.logprobs is not None or params.min_tokens
+        for params in (row.request.params for row in rows if row.is_sampled)
+    )
+
+
+def needs_logprobs(rows: list[ScheduledRow]) -> bool:
+    """Whether any row wants log-probabilities."""
+    return any(row.request.params.logprobs is not None for row in rows if row.is_sampled)

@@ -1,0 +1,39 @@
+"""XLA's persistent compilation cache, and a count of compilations."""
+
+import os
+import pathlib
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def default_cache_dir() -> str:
+    """paxpage's folder in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return str(pathlib.Path(base) / "paxpage" / "compilation")
+
+
+def use_persistent_cache(cache_dir: str | None) -> None:
+    """Keeps every compiled step on disk. A folder that JAX has been given already stays; "" turns it off here."""
+    if cache_dir == "" or (cache_dir is None and jax.config.jax_compilation_cache_dir):
+        return
+    jax.config.update("jax_compilation_cache_dir", cache_dir or default_cache_dir())
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+class CompilationCounter:
+    """Counts XLA compilations (loads from the persistent cache included) in this process from its creation on."""
+
+    def __init__(self) -> None:
+        self.num_compilations = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            self.num_compilations += 1
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._on_event)

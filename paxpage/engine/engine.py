@@ -1,0 +1,426 @@
+"""The engine: requests in, tokens and text out.
+
+`step()` is the whole of it: the scheduler chooses who takes part, the model runner computes, the scheduler takes the
+tokens in, and each request's new text goes out.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paxpage.config import EngineConfig, SchedulerConfig, require
+from paxpage.engine.accounting import SlotAccount
+from paxpage.engine.block_pool import BlockPool
+from paxpage.engine.detokenizer import Detokenizer, decode_after
+from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.model_runner import HostTokens, ModelRunner
+from paxpage.engine.request import FinishReason, Request, RequestStatus
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.scheduler import ScheduledBatch, Scheduler
+from paxpage.models.generation import GenerationDefaults
+from paxpage.outputs import CompletionDelta, CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from paxpage.prompts import encode_text
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+class EngineDeadError(RuntimeError):
+    """Steps keep failing; the engine takes no further work."""
+
+
+class PreparedRequest(NamedTuple):
+    """A request that has been checked and tokenised, ready for Engine.submit."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    priority: int
+    is_streamed: bool
+    arrival_time_s: float
+
+
+class EngineStats(NamedTuple):
+    """Numbers of this moment; those called num_..._total only grow."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # share of usable blocks that are referenced, 0 to 1
+    num_blocks_free: int
+    num_blocks_usable: int
+    num_scheduled_tokens: int  # of the last step
+    num_preemptions: int
+    num_steps: int
+    num_failed_steps: int
+
+
+class Sample:
+    """One of a request's n samples, and its text and log-probabilities so far."""
+
+    def __init__(self, index: int, request: Request, group: "Group", detokenizer: Detokenizer | None) -> None:
+        self.index = index
+        self.request = request
+        self.group = group
+        self.detokenizer = detokenizer
+        self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+        self.text = ""
+        self.first_token_time_s: float | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason in the API's words, None while unfinished."""
+        reason = self.request.finish_reason
+        return None if reason is None else reason.value
+
+    def output(self) -> CompletionOutput:
+        """The sample as the user sees it."""
+        entries = self.logprobs
+        cumulative = None if entries is None else sum(next(iter(entry.values())).logprob for entry in entries)
+        request = self.request
+        return CompletionOutput(
+            self.index,
+            self.text,
+            request.output_token_ids,
+            cumulative,
+            entries,
+            self.finish_reason,
+            request.stop_reason,
+        )
+
+
+class Group:
+    """A user's request: n samples."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.prepared = prepared
+        self.samples: list[Sample] = []
+        self.num_unfinished = prepared.params.n
+
+    def output(self, now_s: float) -> RequestOutput:
+        """Everything so far."""
+        prepared = self.prepared
+        firsts = [s.first_token_time_s for s in self.samples if s.first_token_time_s is not None]
+        scheduled = [s.request.first_scheduled_time_s for s in self.samples if s.request.first_scheduled_time_s]
+        metrics = RequestMetrics(
+            arrival_time_s=prepared.arrival_time_s,
+            first_scheduled_time_s=min(scheduled, default=None),
+            first_token_time_s=min(firsts, default=None),
+            finished_time_s=now_s,
+            num_preemptions=sum(s.request.num_preemptions for s in self.samples),
+        )
+        outputs = [sample.output() for sample in self.samples]
+        is_finished = self.num_unfinished == 0
+        return RequestOutput(
+            prepared.request_id, prepared.prompt, prepared.prompt_token_ids, outputs, is_finished, metrics
+        )
+
+
+class Engine:
+    """Continuous batching over one model. One thread drives it; only prepare() may be called from others."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        limits: SchedulerConfig,
+        *,
+        tokenizer: Any,
+        generation: GenerationDefaults,
+        vocab_size: int,
+        model_name: str,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.generation = generation
+        self.model_name = model_name
+        self.max_model_len = limits.max_model_len
+        self.vocab_size = vocab_size
+        self.runner = runner
+        pool = BlockPool(runner.num_blocks)
+        self._manager = KVCacheManager(pool, config.block_size, limits.max_num_seqs, limits.max_model_len)
+        self.scheduler = Scheduler(limits, self._manager)
+        self.slots = SlotAccount()
+        self._groups: dict[str, Group] = {}
+        self._samples: dict[str, Sample] = {}  # by Request.request_id
+        self._seeds = np.random.default_rng(config.seed)
+        self._num_scheduled_tokens = 0
+        self._num_failed_steps = 0
+        self._is_recovering = False
+
+    # Taking requests in
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        is_streamed: bool = True,
+    ) -> PreparedRequest:
+        """Tokenises and checks a request without side effects; any thread may call it.
+
+        prompt: text, token ids, or {"prompt_token_ids": [...]}. is_streamed False: deltas come only at the end.
+        Raises ValueError naming what is wrong and what is allowed.
+        """
+        arrival_time_s = time.monotonic()
+        text, token_ids = self._tokenise(prompt)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        remaining = self.max_model_len - len(token_ids)
+        max_tokens = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
+        return PreparedRequest(request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s)
+
+    def submit(self, prepared: PreparedRequest) -> None:
+        """Queues a prepared request. ValueError if its id is in use."""
+        is_new = prepared.request_id not in self._groups
+        require(is_new, "request_id", prepared.request_id, "an id that no unfinished request has")
+        group = self._groups[prepared.request_id] = Group(prepared)
+        for index in range(prepared.params.n):
+            sample = self._make_sample(group, index)
+            group.samples.append(sample)
+            self._samples[sample.request.request_id] = sample
+            self.scheduler.add(sample.request)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
+        """prepare() and submit() in one."""
+        self.submit(self.prepare(request_id, prompt, params, priority=priority))
+
+    def abort(self, request_ids: Iterable[str]) -> list[CompletionDelta]:
+        """Ends requests at once; their blocks are free for the next step. Unknown ids are passed over."""
+        groups = [self._groups[request_id] for request_id in request_ids if request_id in self._groups]
+        samples = [s for g in groups for s in g.samples if s.request.status is not RequestStatus.FINISHED]
+        for sample in samples:
+            self.scheduler.finish(sample.request, FinishReason.ABORT)
+            logger.info(
+                "aborted request %s after %d tokens", sample.request.request_id, sample.request.num_output_tokens
+            )
+        return [self._delta(sample, "", 0) for sample in samples]
+
+    # Working
+
+    def step(self) -> list[CompletionDelta]:
+        """One pass of the scheduler and one forward pass; what it added to each sample.
+
+        If the forward pass raises, the cache is rebuilt and all running requests are computed again by later steps; if
+        the next one fails too, EngineDeadError.
+        """
+        batch = self.scheduler.schedule()
+        if not batch.rows:
+            return []
+        tokens = self._run(batch)
+        if tokens is None:
+            return []
+        updated = self.scheduler.update(batch, tokens.token_ids)
+        deltas = [self._deliver(request, tokens, index) for index, request in updated]
+        return [delta for delta in deltas if delta is not None]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() has anything to do."""
+        return self.scheduler.has_unfinished_requests()
+
+    def stats(self) -> EngineStats:
+        """Queues, cache and counters of this moment."""
+        pool = self._manager.pool
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_cache_usage=1 - pool.num_free / pool.num_usable,
+            num_blocks_free=pool.num_free,
+            num_blocks_usable=pool.num_usable,
+            num_scheduled_tokens=self._num_scheduled_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self.slots.num_steps,
+            num_failed_steps=self._num_failed_steps,
+        )
+
+    def unfinished_request_ids(self) -> list[str]:
+        """Of all requests that wait or run, in order of arrival."""
+        return list(self._groups)
+
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """The block table of each of a request's samples; empty lists while they wait."""
+        return [self._manager.block_ids(sample.request) for sample in self._groups[request_id].samples]
+
+    def close(self) -> None:
+        """Aborts everything and gives the device memory back to JAX's pool in this process."""
+        self.abort(list(self._groups))
+        self._manager.pool.check()
+        self.runner.close()
+
+    # Details of prepare and submit
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            is_known = set(prompt) in ({"prompt"}, {"prompt_token_ids"})
+            require(is_known, "prompt", sorted(prompt), 'text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}')
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            require(self.tokenizer is not None, "prompt", prompt[:40], "token ids only: this model has no tokenizer")
+            return prompt, encode_text(self.tokenizer, prompt)
+        return None, list(prompt)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        require(len(token_ids) > 0, "prompt", token_ids, "at least one token")
+        for token_id in token_ids:
+            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            is_valid = is_id and 0 <= token_id < self.vocab_size
+            require(is_valid, "prompt token id", token_id, f"integers from 0 to {self.vocab_size - 1}")
+        most = self.max_model_len - 1
+        allowed = f"at most {most} tokens (max_model_len {self.max_model_len}, less one to generate)"
+        require(len(token_ids) <= most, "prompt length", len(token_ids), allowed)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        require((params.logprobs or 0) <= most, "logprobs", params.logprobs, f"at most max_logprobs ({most})")
+        for token_id in params.stop_token_ids or ():
+            allowed = f"ids below the vocabulary size ({self.vocab_size})"
+            require(token_id < self.vocab_size, "stop_token_ids", token_id, allowed)
+        needs_text = bool(params.stop_strings)
+        require(
+            self.tokenizer is not None or not needs_text, "stop", params.stop, "nothing: this model has no tokenizer"
+        )
+
+    def _make_sample(self, group: Group, index: int) -> Sample:
+        prepared = group.prepared
+        params = prepared.params.for_child(index)
+        request = Request(
+            prepared.request_id if prepared.params.n == 1 else f"{prepared.request_id}-{index}",
+            prepared.prompt_token_ids,
+            params,
+            max_tokens=prepared.max_tokens,
+            seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
+            eos_token_ids=frozenset(self.generation.eos_token_ids),
+            priority=prepared.priority,
+            arrival_time_s=prepared.arrival_time_s,
+        )
+        return Sample(index, request, group, self._make_detokenizer(prepared))
+
+    def _make_detokenizer(self, prepared: PreparedRequest) -> Detokenizer | None:
+        params = prepared.params
+        is_incremental = prepared.is_streamed or params.stop_strings
+        if self.tokenizer is None or not params.detokenize or not is_incremental:
+            return None
+        decode = self._decode_with(params)
+        return Detokenizer(
+            decode,
+            prepared.prompt_token_ids,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _decode_with(self, params: SamplingParams) -> Any:
+        backend = self.tokenizer.backend_tokenizer
+        return lambda token_ids: backend.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+    # Details of step
+
+    def _run(self, batch: ScheduledBatch) -> HostTokens | None:
+        now_s = time.monotonic()
+        for row in batch.rows:
+            if row.request.first_scheduled_time_s is None:
+                row.request.first_scheduled_time_s = now_s
+        self._num_scheduled_tokens = batch.num_tokens
+        self.slots.add(self._manager.usage())
+        try:
+            tokens = self.runner.run(batch, self._manager)
+        except Exception as error:
+            self._recover(error)
+            return None
+        self._is_recovering = False
+        return tokens
+
+    def _recover(self, error: Exception) -> None:
+        """The donated cache may be gone: a new one, and every running request from its first token."""
+        self._num_failed_steps += 1
+        if self._is_recovering:
+            raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
+        logger.exception("a step failed; %d running requests are computed again", len(self.scheduler.running))
+        self._is_recovering = True
+        self.scheduler.preempt_all()
+        self.runner.reset_cache()
+
+    def _deliver(self, request: Request, tokens: HostTokens, index: int) -> CompletionDelta | None:
+        """Takes row index's new token into its sample; the delta, unless nobody wants it yet."""
+        sample = self._samples[request.request_id]
+        if sample.first_token_time_s is None:
+            sample.first_token_time_s = time.monotonic()
+        if sample.logprobs is not None:
+            sample.logprobs.append(self._token_logprobs(request, tokens, index))
+        piece = self._push_text(sample)
+        if not (sample.group.prepared.is_streamed or request.finish_reason):
+            return None
+        return self._delta(sample, piece, 1)
+
+    def _push_text(self, sample: Sample) -> str:
+        """The text that the sample's last token completes; ends the request if that holds a stop string."""
+        request, detokenizer = sample.request, sample.detokenizer
+        if detokenizer is None:
+            return ""
+        is_hidden = request.finish_reason is FinishReason.STOP and not request.params.include_stop_str_in_output
+        piece = "" if is_hidden else detokenizer.push(request.token_ids[-1:])
+        if detokenizer.stop_match is None and request.finish_reason is not None:
+            piece += detokenizer.flush()
+        if detokenizer.stop_match is not None:
+            request.stop_reason = detokenizer.stop_match.stop
+            self.scheduler.finish(request, FinishReason.STOP)
+        return piece
+
+    def _token_logprobs(self, request: Request, tokens: HostTokens, index: int) -> TokenLogprobs:
+        assert tokens.logprobs is not None and tokens.ranks is not None
+        assert tokens.top_token_ids is not None and tokens.top_logprobs is not None
+        num_top = request.params.logprobs
+        top_ids = tokens.top_token_ids[index, :num_top].tolist()
+        ids = [request.token_ids[-1], *top_ids]
+        values = [float(tokens.logprobs[index]), *tokens.top_logprobs[index, :num_top].tolist()]
+        ranks = [int(tokens.ranks[index]), *range(1, len(top_ids) + 1)]
+        entries: TokenLogprobs = {}
+        for token_id, value, rank in zip(ids, values, ranks, strict=True):
+            entries.setdefault(token_id, Logprob(value, rank, self._token_text(token_id)))
+        return entries
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.backend_tokenizer.decode([token_id], False)
+
+    def _delta(self, sample: Sample, piece: str, num_new: int) -> CompletionDelta:
+        """What goes out for a sample; closes it, and its group, when it has finished."""
+        request, group = sample.request, sample.group
+        output = None
+        if request.finish_reason is not None:
+            piece += self._close_sample(sample)
+            if group.num_unfinished == 0:
+                output = group.output(time.monotonic())
+        logprobs = sample.logprobs[-num_new:] if sample.logprobs is not None and num_new else None
+        new_ids = request.token_ids[-num_new:] if num_new else []
+        reason = sample.finish_reason
+        request_id = group.prepared.request_id
+        return CompletionDelta(request_id, sample.index, piece, new_ids, logprobs, reason, request.stop_reason, output)
+
+    def _close_sample(self, sample: Sample) -> str:
+        """Completes the sample's text, forgets it; returns text that was still held back by an abort."""
+        group, request = sample.group, sample.request
+        del self._samples[request.request_id]
+        group.num_unfinished -= 1
+        if group.num_unfinished == 0:
+            del self._groups[group.prepared.request_id]
+        if sample.detokenizer is None:
+            sample.text = self._whole_text(sample)
+            return ""
+        held = sample.detokenizer.flush() if request.finish_reason is FinishReason.ABORT else ""
+        sample.text = sample.detokenizer.text
+        return held
+
+    def _whole_text(self, sample: Sample) -> str:
+        request, params = sample.request, sample.request.params
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        is_hidden = request.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+        output_ids = request.output_token_ids[: -1 if is_hidden else None]
+        return decode_after(self._decode_with(params), sample.group.prepared.prompt_token_ids, output_ids)

@@ -1,0 +1,190 @@
+"""Offline use: LLM.generate and LLM.chat over an engine in this process."""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from paxpage.config import EngineConfig, require
+from paxpage.engine.build import Model, build_engine
+from paxpage.engine.engine import Engine, PreparedRequest, Prompt
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.models.registry import Params
+from paxpage.outputs import RequestOutput
+from paxpage.prompts import render_chat
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model and its engine, in this process.
+
+    model: a folder, a GGUF file or a hub name; a ModelConfig together with params; or an NNX module that meets
+    paxpage.models.protocol, whose arrays are used where they lie. params: a pytree in the layout of
+    models.registry.abstract_params, used without a copy in place of the checkpoint's. tokenizer: a path, or a
+    transformers tokenizer. config: an EngineConfig for everything else; the other arguments are its fields, for those
+    who know them from vLLM, and may not be given beside it. Threads may share an LLM: calls are served in turn.
+
+        with LLM("path/to/model") as llm:
+            outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
+            print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        tokenizer: Any = None,
+        params: Params | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = False,
+        tensor_parallel_size: int = 1,
+        load_format: str = "auto",
+        max_logprobs: int = 20,
+        compilation_cache_dir: str | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        config = EngineConfig(
+            dtype=dtype,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            tensor_parallel_size=tensor_parallel_size,
+            load_format=load_format,
+            max_logprobs=max_logprobs,
+            compilation_cache_dir=compilation_cache_dir,
+        )
+        self.engine: Engine = build_engine(
+            model, config, params=params, tokenizer=tokenizer, show_progress=show_progress
+        )
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._is_closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts; one RequestOutput for each, in order.
+
+        prompts: a str, {"prompt_token_ids": [...]}, or a list of these. sampling_params: one for all or one for each.
+        Everything is checked before anything runs: ValueError names what is wrong. If interrupted (Ctrl-C too), the
+        requests are aborted and the LLM stays usable.
+        """
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        is_list = not any(isinstance(prompt, int) for prompt in prompts)
+        require(is_list, "prompts", prompts[:3], 'str, {"prompt_token_ids": [...]} or a list of these')
+        each = self._params_of_each(sampling_params, len(prompts))
+        prepare = self.engine.prepare
+        return self._run(
+            [prepare(self._next_id(), *pair, is_streamed=False) for pair in zip(prompts, each, strict=True)], use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """Like generate, over conversations put through the tokenizer's chat template.
+
+        messages: one conversation ([{"role": "user", "content": "Hi"}, ...]) or a list of conversations.
+        """
+        tokenizer = self.engine.tokenizer
+        require(
+            tokenizer is not None, "messages", "a conversation", "prompts of token ids: this model has no tokenizer"
+        )
+        is_one = len(messages) > 0 and isinstance(messages[0], dict)
+        conversations = [messages] if is_one else messages
+        prompts: list[Prompt] = [
+            {
+                "prompt_token_ids": render_chat(
+                    tokenizer,
+                    list(conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template=chat_template,
+                )
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Gives the weights' and the cache's device memory back to JAX's pool, for the rest of this process.
+
+        jax.local_devices()[0].memory_stats() shows it. Other processes get the memory when this one ends: JAX's
+        allocator keeps what it has taken. Afterwards the LLM cannot be used. Closing twice does nothing.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
+
+    def _params_of_each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or SamplingParams()] * num_prompts
+        is_each = len(sampling_params) == num_prompts
+        require(is_each, "sampling_params", f"{len(sampling_params)} of them", f"one, or one for each of {num_prompts}")
+        return sampling_params
+
+    def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this LLM is closed")
+            try:
+                for request in requests:
+                    self.engine.submit(request)
+                return self._drain(requests, use_tqdm)
+            finally:
+                self.engine.abort([request.request_id for request in requests])
+
+    def _drain(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished_requests():
+                for delta in self.engine.step():
+                    if delta.output is not None:
+                        outputs[delta.request_id] = delta.output
+                        num_tokens += sum(len(sample.token_ids) for sample in delta.output.outputs)
+                        bar.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
+                        bar.update()
+        return [outputs[request.request_id] for request in requests]

@@ -1,0 +1,144 @@
+"""Sole owner of what lives on the device: params, cache, and the compiled step functions."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from paxpage.engine import batch as batches
+from paxpage.engine import kv_cache, sampler, step
+from paxpage.engine.batch import StepShape
+from paxpage.models.protocol import KVSpec
+from paxpage.models.registry import Params
+
+# Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU a step of 2 to 4
+# rows takes as long as one of 4, on a GPU the time between two buckets grows with the rows' keys.
+ROW_BUCKETS = {"cpu": (1, 4, 16, 64, 256), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
+TOKEN_BUCKETS = {"cpu": (16, 64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
+
+
+def step_shapes(platform: str, max_num_seqs: int, max_num_batched_tokens: int, blocks_per_row: int) -> list[StepShape]:
+    """Every padded size that a step can have, smallest first: decode shapes, then mixed ones.
+
+    platform: a key of ROW_BUCKETS. A mixed shape has more tokens than rows, so the two kinds cannot be confused.
+    """
+    rows = [n for n in ROW_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs]
+    most = max(max_num_batched_tokens, max_num_seqs + 1)
+    mixed = [(n, max(r for r in rows if r < n)) for n in TOKEN_BUCKETS[platform] if n < most] + [(most, max_num_seqs)]
+    return [StepShape(n, n, blocks_per_row) for n in rows] + [StepShape(*size, blocks_per_row) for size in mixed]
+
+
+def choose_shape(shapes: Iterable[StepShape], num_tokens: int, num_rows: int) -> StepShape:
+    """The smallest shape that a batch fits in; decode shapes are for batches of one token a row."""
+    is_decode = num_tokens == num_rows
+    return next(
+        shape
+        for shape in shapes
+        if shape.is_decode == is_decode and shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
+    )
+
+
+class HostTokens(NamedTuple):
+    """sampler.SampledTokens on the host; logprobs, ranks and tops are None when nobody asked for them."""
+
+    token_ids: list[int]
+    logprobs: np.ndarray | None
+    ranks: np.ndarray | None
+    top_token_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+class ModelRunner:
+    """Runs scheduled batches. The cache is donated to each step and replaced by what the step returns.
+
+    After a step that raised, the cache may be gone: call reset_cache() and compute everything again.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        params: Params,
+        spec: KVSpec,
+        shapes: Sequence[StepShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+        max_logprobs: int,
+    ) -> None:
+        self.params = params
+        self.shapes = list(shapes)
+        self.num_blocks = num_blocks
+        self._graphdef = graphdef
+        self._cache_args = (spec, num_blocks, block_size, dtype)
+        self._max_logprobs = max_logprobs
+        self._compiled: dict[Any, Callable] = {}
+        self.cache = kv_cache.allocate(*self._cache_args)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Width of the model's logits."""
+        shape = self.shapes[0]
+        run = functools.partial(step.forward, graphdef=self._graphdef, shape=shape)
+        cache = kv_cache.abstract_cache(*self._cache_args)
+        output, _ = jax.eval_shape(run, step.abstract(self.params), cache, step.abstract_inputs(shape))
+        return output.logits.shape[1]
+
+    def warm_up(self, *, show_progress: bool) -> None:
+        """Compiles every step and every sampler there can be, several at a time."""
+        abstract = (step.abstract(self.params), kv_cache.abstract_cache(*self._cache_args))
+        jobs: dict[Any, Callable] = {
+            shape: functools.partial(step.compile_forward, self._graphdef, *abstract, shape) for shape in self.shapes
+        }
+        for num_rows in sorted({shape.num_rows for shape in self.shapes}):
+            for has_logprobs in (False, True):
+                jobs[num_rows, has_logprobs] = functools.partial(self._compile_sampler, num_rows, has_logprobs)
+        self._compiled = compile_all(jobs, show_progress)
+
+    def memory_analysis(self) -> dict[StepShape, Any]:
+        """What the compiler says each compiled step takes, by shape."""
+        return {shape: self._compiled[shape].memory_analysis() for shape in self.shapes}
+
+    def run(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> HostTokens:
+        """One forward pass and one token for every row. Blocks until the tokens are on the host."""
+        shape = choose_shape(self.shapes, batch.num_tokens, len(batch.rows))
+        packed = batches.pack(batch, shape, manager)
+        output, self.cache = self._compiled[shape](self.params, self.cache, packed)
+        if not batches.needs_sampler(batch.rows):
+            return HostTokens(np.asarray(output.token_ids).tolist(), None, None, None, None)
+        has_logprobs = batches.needs_logprobs(batch.rows)
+        sampled = self._compiled[shape.num_rows, has_logprobs](
+            output.logits, batches.pack_sampling(batch.rows, shape.num_rows)
+        )
+        token_ids, *details = jax.device_get(sampled)
+        return HostTokens(token_ids.tolist(), *(details if has_logprobs else [None] * 4))
+
+    def reset_cache(self) -> None:
+        """A new cache of zeros, whatever became of the old one."""
+        self.cache = None
+        self.cache = kv_cache.allocate(*self._cache_args)
+
+    def close(self) -> None:
+        """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
+        self.params, self.cache, self._compiled = None, None, {}
+
+    def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> Callable:
+        num_top = min(self._max_logprobs, self.vocab_size) if has_logprobs else None
+        logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
+        packed = jax.ShapeDtypeStruct((num_rows, batches.NUM_SAMPLING_INTS), jnp.int32)
+        return jax.jit(functools.partial(sampler.sample, num_top=num_top)).lower(logits, packed).compile()
+
+
+def compile_all(jobs: dict[Any, Callable[[], Callable]], show_progress: bool) -> dict[Any, Callable]:
+    """Runs compilations in threads (XLA compiles outside Python's lock), with a progress bar on stderr."""
+    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        futures = {key: pool.submit(job) for key, job in jobs.items()}
+        bar = tqdm(futures.items(), desc="compiling", unit="step", disable=not show_progress)
+        return {key: future.result() for key, future in bar}

@@ -1,0 +1,103 @@
+"""One sequence being generated, as the scheduler sees it."""
+
+import enum
+from collections.abc import Sequence
+
+from paxpage.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. A preempted one is waiting again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """A sequence of tokens and how far the cache has caught up with it.
+
+    There is no prefill phase: num_computed_tokens (tokens whose keys and values are in the cache, or will be when the
+    step in flight ends) catches up with num_tokens, and a step that reaches it samples the next token. Preemption
+    sets it back to 0. Only the scheduler mutates a request.
+
+    max_tokens is the resolved limit of new tokens (the context length included), seed the resolved 64-bit seed,
+    eos_token_ids the model's own ends of sequence.
+    """
+
+    __slots__ = (
+        "arrival_time_s", "eos_token_ids", "finish_reason", "first_scheduled_time_s", "max_tokens", "num_computed_tokens",
+        "num_preemptions", "num_prompt_tokens", "params", "priority", "request_id", "row", "seed", "sequence_number",
+        "status", "stop_reason", "stop_token_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        arrival_time_s: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)  # the prompt, then the output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.priority = priority
+        self.arrival_time_s = arrival_time_s
+        self.first_scheduled_time_s: float | None = None
+        self.sequence_number = -1  # order of arrival, set when the scheduler takes it in
+        self.row = -1  # its row of the block tables while running
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose keys and values are not in the cache yet; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the output tokens so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes a sampled token in; returns why the request ends with it, or None. Sets stop_reason."""
+        self.token_ids.append(token_id)
+        if self.num_output_tokens >= self.params.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP
+            if token_id in self.stop_token_ids:
+                self.stop_reason = token_id
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None

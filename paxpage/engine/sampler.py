@@ -1,0 +1,125 @@
+"""Logits to tokens, on the device, every row by its own options.
+
+top_k and top_p look for a threshold instead of sorting the vocabulary: float32 values are mapped to unsigned integers
+of the same order, and the largest threshold that keeps enough is found bit by bit, 32 passes over the row. Ties with
+the last kept token stay.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from paxpage.engine.batch import SamplingInputs
+
+Logits = Float[Array, "num_rows vocab_size"]
+
+
+class SampledTokens(NamedTuple):
+    """What a step gives back, one entry per row; the last four are empty unless log-probabilities were asked for."""
+
+    token_ids: Int[Array, " num_rows"]
+    logprobs: Float[Array, " num_rows"]  # of the chosen token, before temperature and filters
+    ranks: Int[Array, " num_rows"]  # 1 + how many tokens are more likely
+    top_token_ids: Int[Array, "num_rows num_top"]
+    top_logprobs: Float[Array, "num_rows num_top"]
+
+
+def unpack_sampling(packed: Int[Array, "num_rows num_ints"]) -> SamplingInputs:
+    """The fields of batch.pack_sampling's array."""
+    floats = jax.lax.bitcast_convert_type(packed[:, :3], jnp.float32)
+    return SamplingInputs(*floats.T, *packed[:, 3:7].T, packed[:, 7:])
+
+
+def greedy(logits: Logits) -> Int[Array, " num_rows"]:
+    """The most likely token of each row; the lowest id among equals."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def sample(logits: Logits, packed: Int[Array, "num_rows num_ints"], *, num_top: int | None) -> SampledTokens:
+    """Draws one token a row. num_top: how many of the most likely to report, None for no log-probabilities at all."""
+    inputs = unpack_sampling(packed)
+    allowed = suppress(logits, inputs.suppressed)
+    token_ids = jnp.where(inputs.temperature == 0, greedy(allowed), draw(allowed, inputs)).astype(jnp.int32)
+    return SampledTokens(token_ids, *describe(logits, token_ids, num_top))
+
+
+def suppress(logits: Logits, token_ids: Int[Array, "num_rows num_ids"]) -> Logits:
+    """Makes the given tokens of each row impossible; ids outside the vocabulary mean nothing."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, token_ids].set(-jnp.inf, mode="drop")
+
+
+def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:
+    """One draw a row from softmax(logits / temperature) restricted to top_k, then top_p, then min_p (Gumbel-max)."""
+    temperature = jnp.where(inputs.temperature == 0, 1, inputs.temperature)[:, None]
+    # Less the maximum first: no temperature can then overflow.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    kept = keep_top_k(scaled, inputs.top_k)
+    kept = keep_top_p(kept, inputs.top_p)
+    kept = jnp.where(kept >= jnp.log(inputs.min_p)[:, None], kept, -jnp.inf)
+    noise = jax.vmap(lambda *key: gumbel(*key, logits.shape[1]))(inputs.seed_low, inputs.seed_high, inputs.position)
+    return jnp.argmax(kept + noise, axis=-1)
+
+
+def gumbel(
+    seed_low: Int[Array, ""], seed_high: Int[Array, ""], position: Int[Array, ""], size: int
+) -> Float[Array, " size"]:
+    """Noise that depends on a request's seed and its own token position alone, so never on the rest of the batch."""
+    as_word = lambda value: jax.lax.bitcast_convert_type(value, jnp.uint32)  # noqa: E731
+    key = jax.random.key(0, impl="threefry2x32")
+    for value in (seed_low, seed_high, position):
+        key = jax.random.fold_in(key, as_word(value))
+    return jax.random.gumbel(key, (size,), jnp.float32)
+
+
+def keep_top_k(logits: Logits, top_k: Int[Array, " num_rows"]) -> Logits:
+    """-inf but for the top_k largest of each row."""
+    keys = ordered_keys(logits)
+    threshold = largest_key(keys, lambda is_kept: jnp.sum(is_kept, axis=-1) >= jnp.minimum(top_k, logits.shape[1]))
+    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
+
+
+def keep_top_p(logits: Logits, top_p: Float[Array, " num_rows"]) -> Logits:
+    """-inf but for the fewest largest of each row whose probabilities reach top_p; rows with top_p 1 stay whole."""
+    keys = ordered_keys(logits)
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    enough = top_p * jnp.sum(weights, axis=-1)
+    threshold = largest_key(keys, lambda is_kept: jnp.sum(jnp.where(is_kept, weights, 0), axis=-1) >= enough)
+    is_kept = (keys >= threshold[:, None]) | (top_p >= 1)[:, None]
+    return jnp.where(is_kept, logits, -jnp.inf)
+
+
+def ordered_keys(values: Logits) -> UInt[Array, "num_rows vocab_size"]:
+    """uint32 keys in the order of the float32 values (sign bit flipped, negatives inverted)."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    is_negative = bits >> 31 == 1
+    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def largest_key(
+    keys: UInt[Array, "num_rows vocab_size"],
+    is_enough: Callable[[Bool[Array, "num_rows vocab_size"]], Bool[Array, " num_rows"]],
+) -> UInt[Array, " num_rows"]:
+    """The largest threshold t for which {keys >= t} is enough; 0 if nothing is. Set bit by bit from the highest."""
+
+    def body(index: Int[Array, ""], found: UInt[Array, " num_rows"]) -> UInt[Array, " num_rows"]:
+        candidate = found | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, found)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(keys.shape[0], jnp.uint32))
+
+
+def describe(logits: Logits, token_ids: Int[Array, " num_rows"], num_top: int | None) -> tuple[Array, ...]:
+    """Log-probabilities and ranks of the chosen tokens and the num_top most likely ones; empty for num_top None."""
+    num_rows = logits.shape[0]
+    if num_top is None:
+        empty = jnp.zeros((0,))
+        return empty, empty.astype(jnp.int32), jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros((num_rows, 0))
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
+    ranks = 1 + jnp.sum(logprobs > chosen, axis=-1)
+    top_logprobs, top_token_ids = jax.lax.top_k(logprobs, num_top)
+    return chosen[:, 0], ranks.astype(jnp.int32), top_token_ids, top_logprobs

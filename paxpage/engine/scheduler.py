@@ -1,0 +1,176 @@
+"""Iteration-level scheduling (Orca, OSDI 2022, sec. 4.1): which requests take part in the next step, with how many tokens.
+
+Requests are served in order of arrival (or of priority, then arrival). Each step, running requests come first, oldest
+first; what is left of the token budget goes to waiting ones. When blocks run out, the newest running request is
+preempted: its blocks go back and it is computed again later, from the head of the queue. The oldest can always run,
+since a request that the whole pool could not hold is refused on arrival, so there is no livelock.
+"""
+
+import bisect
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paxpage.config import SchedulerConfig
+from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.request import FinishReason, Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduledRow(NamedTuple):
+    """One request's part in a step: its tokens start .. start + num_tokens - 1 are computed."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    is_sampled: bool  # the row reaches the request's last token, so its logits give the next one
+
+
+class ScheduledBatch(NamedTuple):
+    """What one step computes."""
+
+    rows: list[ScheduledRow]
+    preempted: list[Request]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Scheduler:
+    """Sole owner of the queues; the only one to change a request's status and progress."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.waiting: list[Request] = []  # both lists are sorted by _rank
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+
+    def add(self, request: Request) -> None:
+        """Puts a new request in the queue. It must fit the pool when alone (see config.max_model_len)."""
+        assert request.num_prompt_tokens + request.max_tokens <= self.config.max_model_len, request.request_id
+        request.sequence_number = self._num_arrivals
+        self._num_arrivals += 1
+        bisect.insort(self.waiting, request, key=self._rank)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether anybody is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> ScheduledBatch:
+        """Chooses the next step, allocates its blocks, and counts its tokens as computed."""
+        batch = ScheduledBatch([], [])
+        budget = self._schedule_running(batch)
+        if not batch.preempted:
+            self._schedule_waiting(batch, budget)
+        return batch
+
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[tuple[int, Request]]:
+        """Takes in one sampled token per row. Returns (index of the row, request) for those that got one.
+
+        A request that ends by it is finished at once, so that its blocks serve the very next schedule().
+        """
+        updated = []
+        for index, row in enumerate(batch.rows):
+            if row.is_sampled and row.request.status is RequestStatus.RUNNING:
+                reason = row.request.append(token_ids[index])
+                if reason is not None:
+                    self.finish(row.request, reason)
+                updated.append((index, row.request))
+        return updated
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request, wherever it is; its blocks are free at once. A finished one only gets the new reason."""
+        self._remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def preempt_all(self) -> None:
+        """Sets every running request back to the queue, for when the cache's contents are lost."""
+        for request in self.running[::-1]:
+            self._preempt(request)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.config.policy == "priority" else 0, request.sequence_number)
+
+    def _schedule_running(self, batch: ScheduledBatch) -> int:
+        """Rows for running requests, oldest first; returns what is left of the token budget."""
+        budget = self.config.max_num_batched_tokens
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            position += 1
+            # Each request behind this one keeps a token, so that a long prefill never stops others' decoding.
+            num_tokens = min(request.num_uncomputed_tokens, budget - (len(self.running) - position))
+            if self._make_room(batch, request, num_tokens):
+                self._take(batch, request, num_tokens)
+                budget -= num_tokens
+        return budget
+
+    def _make_room(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> bool:
+        """Allocates for the row, preempting from the newest; False if the request itself had to go."""
+        while not self.manager.allocate(request, request.num_computed_tokens + num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim)
+            batch.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            if not self._can_admit(request):
+                break
+            del self.waiting[0]
+            self._admit(request)
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            is_allocated = self.manager.allocate(request, num_tokens)
+            assert is_allocated, "admission checked the pool"
+            self._take(batch, request, num_tokens)
+            budget -= num_tokens
+
+    def _can_admit(self, request: Request) -> bool:
+        """Whether all its present tokens fit beside what running requests still need, and one more block for each.
+
+        Without that reserve a request would be admitted only to be preempted a few steps later.
+        """
+        if not self.running:
+            return True
+        promised = sum(self.manager.num_missing_blocks(other) for other in self.running)
+        reserve = len(self.running)
+        return self.manager.num_missing_blocks(request) + promised + reserve <= self.manager.pool.num_free
+
+    def _admit(self, request: Request) -> None:
+        self.manager.assign_row(request)
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=self._rank)
+
+    def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        is_sampled = request.num_computed_tokens == request.num_tokens
+        batch.rows.append(ScheduledRow(request, start, num_tokens, is_sampled))
+
+    def _preempt(self, request: Request) -> None:
+        self._remove(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, request, key=self._rank)
+        logger.warning(
+            "preempted request %s (time %d for it): %d tokens will be computed again; %d running, %d blocks free",
+            request.request_id, request.num_preemptions, request.num_tokens, len(self.running), self.manager.pool.num_free,
+        )  # fmt: skip
+
+    def _remove(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.manager.release(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
