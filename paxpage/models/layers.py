@@ -1,0 +1,100 @@
+"""Layers that several families share. Weights of Linear are [out_features, in_features], as checkpoints store them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paxpage.config import ModelConfig, RopeScaling
+
+
+def matmul(x: Float[Array, "... in_features"], weight: Float[Array, "out_features in_features"]) -> Array:
+    """x @ weight.T; float32 operands are multiplied in full precision (a GPU's default would be TF32)."""
+    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight, contract_last, precision=precision)
+
+
+class Linear(nnx.Module):
+    """y = x @ weight.T (+ bias)."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: str, has_bias: bool = False) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
+        if has_bias:
+            self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
+        self.has_bias = has_bias
+
+    def __call__(self, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
+        y = matmul(x, self.weight[...])
+        return y + self.bias[...] if self.has_bias else y
+
+
+class Embedding(nnx.Module):
+    """Token id -> row of weight [vocab_size, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
+
+    def __call__(self, token_ids: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens hidden_size"]:
+        return self.weight[...].at[token_ids].get(mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis, computed in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float, dtype: str) -> None:
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        x32 = x.astype(jnp.float32)
+        variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.weight[...]
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate x) * up x), gate and up as one matrix of 2 * intermediate_size rows, gate first (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, dtype)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype)
+
+    def __call__(self, x: Float[Array, "num_tokens hidden_size"]) -> Float[Array, "num_tokens hidden_size"]:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+def rope_frequencies(config: ModelConfig) -> Float[Array, " half"]:
+    """Radians per position of each pair of dimensions: theta ** (-2 i / head_dim), scaled where the config says so."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    return frequencies if config.rope_scaling is None else _scale_llama3(frequencies, config.rope_scaling)
+
+
+def _scale_llama3(frequencies: Float[Array, " half"], scaling: RopeScaling) -> Float[Array, " half"]:
+    """Long wavelengths are stretched by factor, short ones kept, those between interpolated (Llama 3.1)."""
+    num_turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = jnp.clip((num_turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+class Rope(nnx.Module):
+    """Rotary position embedding, rotating dimension i with dimension i + head_dim / 2 (Su et al., 2021)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def angles(self, positions: Int[Array, " num_tokens"]) -> tuple[Array, Array]:
+        """Cosines and sines, float32 [num_tokens, 1, head_dim / 2]: made once a step, used by every layer."""
+        angles = positions.astype(jnp.float32)[:, None, None] * rope_frequencies(self.config)
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "num_tokens heads head_dim"], angles: tuple[Array, Array]) -> Array:
+    """Applies Rope.angles to queries or keys."""
+    cos, sin = angles
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
