@@ -1,0 +1,173 @@
+"""The founding scenario: ten users, one long system prompt, and a cache too small for all of them at once.
+
+    python scripts/demo_shared_prompt.py
+
+Watch blocks being handed out as tokens come, users waiting, and a finished user's blocks serve a waiting one on the very
+next pass. At the end: what was wasted, and what contiguous reservation would have held. Every user still holds the
+system prompt's blocks separately: sharing them comes with prefix caching.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from paxpage import LLM, SamplingParams
+from paxpage.engine.engine import Engine
+from paxpage.models.embedded import default_model_path
+from paxpage.prompts import render_chat
+
+SYSTEM = (
+    "You are the librarian of a small town library. You answer in one or two short sentences, in plain words, and you "
+    "never invent a book. When you do not know, you say so and name someone who might. You are glad of every question. "
+) * 5
+QUESTIONS = (
+    "What is a good book for a rainy day?",
+    "Who wrote Romeo and Juliet?",
+    "Where do I find books about whales?",
+    "What does the word 'novel' mean?",
+    "Can you name a famous detective?",
+    "How many lines has a haiku?",
+    "What is the capital of France?",
+    "Why do people read poems aloud?",
+    "Which planet is closest to the sun?",
+    "What should I read to a child of four?",
+)
+
+
+@dataclasses.dataclass
+class Reuse:
+    """Blocks that went from a finished request to one admitted in the next pass."""
+
+    step: int
+    finished: str
+    admitted: str
+    block_ids: list[int]
+
+
+@dataclasses.dataclass
+class Report:
+    """What the demo saw."""
+
+    texts: dict[str, str]
+    reuses: list[Reuse]
+    num_steps: int
+    waste_fraction: float  # empty slots over allocated ones, summed over steps
+    contiguous_waste_fraction: float  # the same, had each running request reserved a whole context
+    num_prompt_blocks: int  # full blocks of the shared prompt
+    num_prompt_holders: int  # most requests that held them at one moment
+
+
+class Demo:
+    """Runs the scenario on an engine that nobody else uses, one step at a time."""
+
+    def __init__(self, engine: Engine, num_users: int, max_tokens: int) -> None:
+        self.engine = engine
+        self.texts: dict[str, str] = {}
+        self.reuses: list[Reuse] = []
+        self.tables: dict[str, list[int]] = {}  # block tables of those running after the last step
+        self.released: dict[str, list[int]] = {}  # of those that the last step finished
+        self.num_steps = 0
+        self.contiguous_slots = 0
+        self.num_prompt_holders = 0
+        prompts = [conversation(engine, QUESTIONS[index % len(QUESTIONS)]) for index in range(num_users)]
+        self.num_shared_tokens = num_common_tokens(prompts)
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens - index % 4 * (max_tokens // 6))
+            engine.add_request(f"user-{index}", {"prompt_token_ids": prompt}, params)
+
+    def run(self) -> Report:
+        """Steps until everybody is served."""
+        print(f"{'step':>5} {'running':>8} {'waiting':>8} {'blocks used':>12} {'free':>6} {'waste':>7}  events")
+        while self.engine.has_unfinished_requests():
+            self.step()
+        account = self.engine.slots
+        return Report(
+            texts=self.texts,
+            reuses=self.reuses,
+            num_steps=self.num_steps,
+            waste_fraction=account.waste_fraction,
+            contiguous_waste_fraction=1 - account.holding / self.contiguous_slots,
+            num_prompt_blocks=self.num_shared_tokens // self.engine.config.block_size,
+            num_prompt_holders=self.num_prompt_holders,
+        )
+
+    def step(self) -> None:
+        """One pass; prints a line when something changed, or now and then."""
+        deltas = self.engine.step()
+        self.num_steps += 1
+        finished = [delta.request_id for delta in deltas if delta.output is not None]
+        self.texts |= {delta.request_id: delta.output.outputs[0].text for delta in deltas if delta.output is not None}
+        tables = {name: self.engine.block_ids(name)[0] for name in self.engine.unfinished_request_ids()}
+        tables = {name: block_ids for name, block_ids in tables.items() if block_ids}
+        reuses = self.find_reuses(tables)
+        self.reuses += reuses
+        self.contiguous_slots += self.engine.max_model_len * (len(tables) + len(finished))
+        self.num_prompt_holders = max(self.num_prompt_holders, len(tables))
+        self.released = {name: self.tables.get(name, []) for name in finished}
+        self.tables = tables
+        events = [f"{r.admitted} got {len(r.block_ids)} blocks of {r.finished}" for r in reuses]
+        self.print_line(events + [f"{name} finished" for name in finished])
+
+    def find_reuses(self, tables: dict[str, list[int]]) -> list[Reuse]:
+        """Requests admitted in this pass that hold blocks of one that ended in the last."""
+        admitted = {name: set(block_ids) for name, block_ids in tables.items() if name not in self.tables}
+        pairs = ((old, blocks, new) for old, blocks in self.released.items() for new in admitted)
+        found = ((old, new, sorted(admitted[new].intersection(blocks))) for old, blocks, new in pairs)
+        return [Reuse(self.num_steps, old, new, block_ids) for old, new, block_ids in found if block_ids]
+
+    def print_line(self, events: Sequence[str]) -> None:
+        """The state after this step."""
+        if not events and self.num_steps % 10 != 1:
+            return
+        stats, last = self.engine.stats(), self.engine.slots.last
+        num_used = stats.num_blocks_usable - stats.num_blocks_free
+        waste = 1 - last.holding / last.allocated if last.allocated else 0
+        line = f"{self.num_steps:5d} {stats.num_running:8d} {stats.num_waiting:8d} {num_used:12d} {stats.num_blocks_free:6d}"
+        print(f"{line} {waste:7.1%}  {'; '.join(events)}", flush=True)
+
+
+def conversation(engine: Engine, question: str) -> list[int]:
+    """Token ids of the system prompt and one question."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    return render_chat(engine.tokenizer, messages)
+
+
+def num_common_tokens(prompts: list[list[int]]) -> int:
+    """How many leading tokens all prompts share."""
+    columns = zip(*prompts, strict=False)
+    return next((index for index, column in enumerate(columns) if len(set(column)) > 1), min(map(len, prompts)))
+
+
+def print_report(report: Report, block_size: int) -> None:
+    """The sums."""
+    print(f"\n{len(report.texts)} users served in {report.num_steps} steps")
+    print(f"waste: {report.waste_fraction:.1%} of the allocated slots held no token")
+    print(
+        f"contiguous reservation of a whole context per request would have wasted {report.contiguous_waste_fraction:.1%}"
+    )
+    for reuse in report.reuses[:3]:
+        where = f"blocks {reuse.block_ids[0]} .. {reuse.block_ids[-1]} ({len(reuse.block_ids)} of them)"
+        print(f"step {reuse.step}: {where} of {reuse.finished}, which had just finished, serve {reuse.admitted}")
+    held = report.num_prompt_blocks * report.num_prompt_holders
+    print(
+        f"the shared prompt fills {report.num_prompt_blocks} blocks of {block_size} tokens; with "
+        f"{report.num_prompt_holders} requests running it was held {report.num_prompt_holders} times ({held} blocks)"
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=48, help="of the first user; others stop a little earlier")
+    parser.add_argument("--num-blocks", type=int, default=161, help="of 16 tokens, the null block included")
+    args = parser.parse_args()
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 2048}
+    with LLM(default_model_path(), num_blocks=args.num_blocks, **limits) as llm:
+        report = Demo(llm.engine, args.users, args.max_tokens).run()
+        print_report(report, llm.engine.config.block_size)
+        print("\n" + "\n".join(f"{name}: {text.strip()[:100]!r}" for name, text in report.texts.items()))
+
+
+if __name__ == "__main__":
+    main()
