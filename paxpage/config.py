@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Literal
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
@@ -18,9 +17,11 @@ def require(is_valid: bool, field: str, value: object, allowed: str) -> None:
 
 def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Checks that value is an int (not a bool) in [minimum, maximum]."""
+    allowed = f"an integer >= {minimum}" + (f" and <= {maximum}" if maximum is not None else "")
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    is_valid = is_int and value >= minimum and (maximum is None or value <= maximum)
-    require(is_valid, field, value, f"an integer >= {minimum}" + (f" and <= {maximum}" if maximum is not None else ""))
+    require(is_int, field, value, allowed)
+    assert isinstance(value, int)
+    require(minimum <= value and (maximum is None or value <= maximum), field, value, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)

@@ -53,7 +53,8 @@ class RequestOutput:
     prompt_logprobs: None = None
 
 
-class CompletionDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionDelta:
     """What one step added to one sample.
 
     text holds only what can never be taken back: no half characters, no start of a possible stop string.

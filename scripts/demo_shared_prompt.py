@@ -2,9 +2,9 @@
 
     python scripts/demo_shared_prompt.py
 
-Watch blocks being handed out as tokens come, users waiting, and a finished user's blocks serve a waiting one on the very
-next pass. At the end: what was wasted, and what contiguous reservation would have held. Every user still holds the
-system prompt's blocks separately: sharing them comes with prefix caching.
+Watch blocks being handed out as tokens come, users waiting, and a finished user's blocks serve a waiting one on the
+very next pass. At the end: what was wasted, and what contiguous reservation would have held. Every user still holds
+the system prompt's blocks separately: sharing them comes with prefix caching.
 """
 
 import argparse
@@ -122,8 +122,8 @@ class Demo:
         stats, last = self.engine.stats(), self.engine.slots.last
         num_used = stats.num_blocks_usable - stats.num_blocks_free
         waste = 1 - last.holding / last.allocated if last.allocated else 0
-        line = f"{self.num_steps:5d} {stats.num_running:8d} {stats.num_waiting:8d} {num_used:12d} {stats.num_blocks_free:6d}"
-        print(f"{line} {waste:7.1%}  {'; '.join(events)}", flush=True)
+        line = f"{self.num_steps:5d} {stats.num_running:8d} {stats.num_waiting:8d} {num_used:12d}"
+        print(f"{line} {stats.num_blocks_free:6d} {waste:7.1%}  {'; '.join(events)}", flush=True)
 
 
 def conversation(engine: Engine, question: str) -> list[int]:
@@ -142,9 +142,8 @@ def print_report(report: Report, block_size: int) -> None:
     """The sums."""
     print(f"\n{len(report.texts)} users served in {report.num_steps} steps")
     print(f"waste: {report.waste_fraction:.1%} of the allocated slots held no token")
-    print(
-        f"contiguous reservation of a whole context per request would have wasted {report.contiguous_waste_fraction:.1%}"
-    )
+    contiguous = report.contiguous_waste_fraction
+    print(f"contiguous reservation of a whole context per request would have wasted {contiguous:.1%}")
     for reuse in report.reuses[:3]:
         where = f"blocks {reuse.block_ids[0]} .. {reuse.block_ids[-1]} ({len(reuse.block_ids)} of them)"
         print(f"step {reuse.step}: {where} of {reuse.finished}, which had just finished, serve {reuse.admitted}")

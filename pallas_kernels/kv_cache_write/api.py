@@ -27,7 +27,15 @@ def kv_cache_write(
 
 
 @jax.jit
-def _write(k_cache: Cache, v_cache: Cache, k: NewTokens, v: NewTokens, slot_mapping: Array, layer: Array):
+def _write(
+    k_cache: Cache,
+    v_cache: Cache,
+    k: NewTokens,
+    v: NewTokens,
+    slot_mapping: Int[Array, " num_tokens"],
+    layer: Int[Array, ""],
+) -> tuple[Cache, Cache]:
+    # Jitted with a traced layer, so that a model of many layers traces and lowers the write once.
     block_size = k_cache.shape[3]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     k_cache = k_cache.at[layer, block_ids, :, offsets].set(k.astype(k_cache.dtype))

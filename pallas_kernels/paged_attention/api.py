@@ -55,7 +55,18 @@ def paged_attention(
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))
-def _dispatch(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer, *, scale, backend) -> Queries:
+def _dispatch(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: Int[Array, "num_rows blocks_per_row"],
+    seq_lens: Int[Array, " num_rows"],
+    query_start_loc: Int[Array, " num_rows_plus_1"],
+    layer: Int[Array, ""],
+    *,
+    scale: float,
+    backend: str,
+) -> Queries:
     # Jitted with a traced layer, so that a model of many layers traces and lowers the kernel once.
     return BACKENDS[backend](q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer=layer, scale=scale)
 

@@ -1,5 +1,7 @@
 """The plain definition of paged_attention: every row at the full width of its block table, in float32. Slow."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -28,7 +30,7 @@ def paged_attention(
     v = gather_rows(v_cache, layer, block_tables)[rows]
     key_positions = jnp.arange(k.shape[1])
     is_visible = key_positions[None, :] <= positions[:, None]
-    attend = jax.vmap(lambda *token: attend_one(*token, scale))
+    attend = jax.vmap(functools.partial(attend_one, scale=scale))
     return attend(q.astype(jnp.float32), k, v, is_visible).astype(q.dtype)
 
 

@@ -96,7 +96,7 @@ def contract(layouts: tuple[HeadLayout, ...], block_sizes: tuple[int, ...]) -> t
     )
 
 
-# All layouts at the default block size, all block sizes at one layout.
+# All layouts at the default block size, then the other block sizes at one layout.
 CONTRACT = contract(HEAD_LAYOUTS, (16,)) + contract(HEAD_LAYOUTS[:1], tuple(size for size in BLOCK_SIZES if size != 16))
 
 _LLAMA_8B = HeadLayout(32, 8, 128)

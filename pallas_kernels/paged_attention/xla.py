@@ -6,6 +6,7 @@ delays only its own group. Softmax is accumulated online over the chunks (Milako
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 TokenIndex = Int[Array, "num_tiles queries_per_tile"]
+Attend = Callable[["Tiles"], Array]
 
 TILE_QUERIES = 16
 GROUP_TILES = 8
@@ -111,7 +113,9 @@ def _scatter_tiles(out: Float[Array, "num_tiles num_kv_heads q d"], token_index:
     )
 
 
-def _for_each_group(attend, tiles: Tiles, num_tiles: Int[Array, ""]) -> Float[Array, "num_tiles num_kv_heads q d"]:
+def _for_each_group(
+    attend: Attend, tiles: Tiles, num_tiles: Int[Array, ""]
+) -> Float[Array, "num_tiles num_kv_heads q d"]:
     group = min(GROUP_TILES, tiles.q.shape[0])
     padding = -tiles.q.shape[0] % group
     padded = jax.tree.map(lambda x: jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)), tiles)

@@ -4,6 +4,8 @@ import dataclasses
 
 from paxpage.engine.kv_cache_manager import SlotUsage
 
+NOTHING = SlotUsage(allocated=0, holding=0)
+
 
 @dataclasses.dataclass
 class SlotAccount:
@@ -12,7 +14,7 @@ class SlotAccount:
     num_steps: int = 0
     allocated: int = 0
     holding: int = 0
-    last: SlotUsage = SlotUsage(0, 0)
+    last: SlotUsage = NOTHING
 
     def add(self, usage: SlotUsage) -> None:
         """Takes one step in."""

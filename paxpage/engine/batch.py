@@ -54,7 +54,7 @@ def unpack(packed: Any, shape: StepShape) -> StepInputs:
     lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows)
     ends = np.cumsum(lengths).tolist()
     fields = [packed[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    return StepInputs(*fields, packed[ends[-1] :].reshape(num_rows, -1))
+    return StepInputs._make([*fields, packed[ends[-1] :].reshape(num_rows, -1)])
 
 
 def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np.ndarray:
@@ -71,7 +71,7 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     inputs.seq_lens[:num_rows] = starts + counts
     inputs.logits_indices[:num_rows] = ends - 1
     tables = manager.block_tables[[row.request.row for row in rows]]
-    inputs.block_tables[:num_rows] = tables
+    inputs.block_tables[:num_rows, : tables.shape[1]] = tables  # max_model_len may have been lowered to fit the pool
     row_of_token = np.repeat(np.arange(num_rows), counts)
     positions = np.arange(num_tokens, dtype=np.int32) + (starts + counts - ends)[row_of_token]
     inputs.token_ids[:num_tokens] = _token_ids(rows)

@@ -98,6 +98,7 @@ def _serve_model(model: Model, params: Params | None, tokenizer: Any, options: L
         return _from_module(model, tokenizer, options)
     if isinstance(model, ModelConfig):
         require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
+        assert params is not None
         return _from_config(model, params, tokenizer, "model", GenerationDefaults())
     return _from_files(model, params, tokenizer, options)
 

@@ -26,7 +26,8 @@ from paxpage.prompts import encode_text
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | dict[str, Any]
+TokenIds = Sequence[int]
+Prompt = str | TokenIds | dict[str, Any]  # the dict has one key, "prompt_token_ids" or "prompt"
 
 
 class EngineDeadError(RuntimeError):
@@ -257,14 +258,11 @@ class Engine:
     # Details of prepare and submit
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            is_known = set(prompt) in ({"prompt"}, {"prompt_token_ids"})
-            require(is_known, "prompt", sorted(prompt), 'text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}')
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            require(self.tokenizer is not None, "prompt", prompt[:40], "token ids only: this model has no tokenizer")
-            return prompt, encode_text(self.tokenizer, prompt)
-        return None, list(prompt)
+        content = _prompt_content(prompt)
+        if isinstance(content, str):
+            require(self.tokenizer is not None, "prompt", content[:40], "token ids only: this model has no tokenizer")
+            return content, encode_text(self.tokenizer, content)
+        return None, list(content)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         require(len(token_ids) > 0, "prompt", token_ids, "at least one token")
@@ -424,3 +422,13 @@ class Engine:
         is_hidden = request.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
         output_ids = request.output_token_ids[: -1 if is_hidden else None]
         return decode_after(self._decode_with(params), sample.group.prepared.prompt_token_ids, output_ids)
+
+
+def _prompt_content(prompt: Prompt) -> str | TokenIds:
+    allowed = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+    if isinstance(prompt, dict):
+        require(set(prompt) in ({"prompt"}, {"prompt_token_ids"}), "prompt", sorted(prompt), allowed)
+        prompt = next(iter(prompt.values()))
+    require(isinstance(prompt, (str, list, tuple)), "prompt", prompt, allowed)
+    assert isinstance(prompt, (str, list, tuple))
+    return prompt

@@ -31,9 +31,8 @@ def allocate(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCa
 
 
 def abstract_cache(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCache:
-    """The cache's shapes, for compiling ahead."""
-    array = jax.ShapeDtypeStruct(cache_shape(spec, num_blocks, block_size), jnp.dtype(dtype))
-    return KVCache(array, array)
+    """The cache with jax.ShapeDtypeStruct in place of arrays, for compiling ahead."""
+    return jax.eval_shape(lambda: allocate(spec, num_blocks, block_size, dtype))
 
 
 def bytes_per_block(spec: KVSpec, block_size: int, dtype: str) -> int:

@@ -10,13 +10,14 @@ from tqdm import tqdm
 
 from paxpage.config import EngineConfig, require
 from paxpage.engine.build import Model, build_engine
-from paxpage.engine.engine import Engine, PreparedRequest, Prompt
+from paxpage.engine.engine import Engine, PreparedRequest
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.models.registry import Params
 from paxpage.outputs import RequestOutput
 from paxpage.prompts import render_chat
 
 Message = dict[str, Any]
+Prompts = str | dict[str, Any] | Sequence[str | dict[str, Any]]  # a dict has one key, "prompt_token_ids" or "prompt"
 
 
 class LLM:
@@ -80,7 +81,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -91,14 +92,11 @@ class LLM:
         Everything is checked before anything runs: ValueError names what is wrong. If interrupted (Ctrl-C too), the
         requests are aborted and the LLM stays usable.
         """
-        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        is_list = not any(isinstance(prompt, int) for prompt in prompts)
-        require(is_list, "prompts", prompts[:3], 'str, {"prompt_token_ids": [...]} or a list of these')
-        each = self._params_of_each(sampling_params, len(prompts))
-        prepare = self.engine.prepare
-        return self._run(
-            [prepare(self._next_id(), *pair, is_streamed=False) for pair in zip(prompts, each, strict=True)], use_tqdm
-        )
+        each_prompt = _list_of_prompts(prompts)
+        each_params = self._params_of_each(sampling_params, len(each_prompt))
+        pairs = zip(each_prompt, each_params, strict=True)
+        requests = [self.engine.prepare(self._next_id(), *pair, is_streamed=False) for pair in pairs]
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -118,9 +116,8 @@ class LLM:
         require(
             tokenizer is not None, "messages", "a conversation", "prompts of token ids: this model has no tokenizer"
         )
-        is_one = len(messages) > 0 and isinstance(messages[0], dict)
-        conversations = [messages] if is_one else messages
-        prompts: list[Prompt] = [
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [
             {
                 "prompt_token_ids": render_chat(
                     tokenizer,
@@ -188,3 +185,11 @@ class LLM:
                         bar.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
                         bar.update()
         return [outputs[request.request_id] for request in requests]
+
+
+def _list_of_prompts(prompts: Prompts) -> list[str | dict[str, Any]]:
+    prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+    for prompt in prompts:
+        is_prompt = isinstance(prompt, (str, dict))
+        require(is_prompt, "prompts", prompt, 'str, {"prompt_token_ids": [...]} or a list of these')
+    return prompts

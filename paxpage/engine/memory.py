@@ -21,8 +21,8 @@ def num_blocks_that_fit(bytes_per_block: int, temporary_bytes: int, utilization:
     if budget < 2 * bytes_per_block:
         raise ValueError(
             f"no memory is left for the KV cache: {utilization:g} (gpu_memory_utilization) of the device's "
-            f"{limit // MIB} MiB, less {in_use // MIB} MiB in use (weights included), less {temporary_bytes // MIB} MiB "
-            f"for a step, leaves {budget // MIB} MiB; one block takes {bytes_per_block / MIB:.2f} MiB. Allowed: a "
-            "larger gpu_memory_utilization, a smaller max_num_batched_tokens, or a smaller model"
+            f"{limit // MIB} MiB, less {in_use // MIB} MiB in use (weights included), less {temporary_bytes // MIB} "
+            f"MiB for a step, leaves {budget // MIB} MiB, and a block takes {bytes_per_block / MIB:.2f} MiB. "
+            "Allowed: a larger gpu_memory_utilization, a smaller max_num_batched_tokens, or a smaller model"
         )
     return budget // bytes_per_block

@@ -18,8 +18,8 @@ from paxpage.engine.batch import StepShape
 from paxpage.models.protocol import KVSpec
 from paxpage.models.registry import Params
 
-# Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU a step of 2 to 4
-# rows takes as long as one of 4, on a GPU the time between two buckets grows with the rows' keys.
+# Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU a step of 2
+# rows takes as long as one of 4; on a GPU padding rows cost time from some tens of rows on.
 ROW_BUCKETS = {"cpu": (1, 4, 16, 64, 256), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
 TOKEN_BUCKETS = {"cpu": (16, 64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
 
@@ -79,7 +79,7 @@ class ModelRunner:
         self._graphdef = graphdef
         self._cache_args = (spec, num_blocks, block_size, dtype)
         self._max_logprobs = max_logprobs
-        self._compiled: dict[Any, Callable] = {}
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.cache = kv_cache.allocate(*self._cache_args)
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class ModelRunner:
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""
         abstract = (step.abstract(self.params), kv_cache.abstract_cache(*self._cache_args))
-        jobs: dict[Any, Callable] = {
+        jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
             shape: functools.partial(step.compile_forward, self._graphdef, *abstract, shape) for shape in self.shapes
         }
         for num_rows in sorted({shape.num_rows for shape in self.shapes}):
@@ -122,21 +122,24 @@ class ModelRunner:
 
     def reset_cache(self) -> None:
         """A new cache of zeros, whatever became of the old one."""
-        self.cache = None
+        del self.cache  # first, so that both need not fit
         self.cache = kv_cache.allocate(*self._cache_args)
 
     def close(self) -> None:
         """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
-        self.params, self.cache, self._compiled = None, None, {}
+        del self.params, self.cache
+        self._compiled.clear()
 
-    def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> Callable:
+    def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> jax.stages.Compiled:
         num_top = min(self._max_logprobs, self.vocab_size) if has_logprobs else None
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         packed = jax.ShapeDtypeStruct((num_rows, batches.NUM_SAMPLING_INTS), jnp.int32)
         return jax.jit(functools.partial(sampler.sample, num_top=num_top)).lower(logits, packed).compile()
 
 
-def compile_all(jobs: dict[Any, Callable[[], Callable]], show_progress: bool) -> dict[Any, Callable]:
+def compile_all(
+    jobs: dict[Any, Callable[[], jax.stages.Compiled]], show_progress: bool
+) -> dict[Any, jax.stages.Compiled]:
     """Runs compilations in threads (XLA compiles outside Python's lock), with a progress bar on stderr."""
     with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
         futures = {key: pool.submit(job) for key, job in jobs.items()}

@@ -35,10 +35,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrival_time_s", "eos_token_ids", "finish_reason", "first_scheduled_time_s", "max_tokens", "num_computed_tokens",
-        "num_preemptions", "num_prompt_tokens", "params", "priority", "request_id", "row", "seed", "sequence_number",
-        "status", "stop_reason", "stop_token_ids", "token_ids",
-    )  # fmt: skip
+        *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
+        *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
+        *("num_computed_tokens", "num_preemptions", "finish_reason", "stop_reason"),
+    )
 
     def __init__(
         self,

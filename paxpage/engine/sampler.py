@@ -5,6 +5,7 @@ of the same order, and the largest threshold that keeps enough is found bit by b
 the last kept token stay.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class SampledTokens(NamedTuple):
 def unpack_sampling(packed: Int[Array, "num_rows num_ints"]) -> SamplingInputs:
     """The fields of batch.pack_sampling's array."""
     floats = jax.lax.bitcast_convert_type(packed[:, :3], jnp.float32)
-    return SamplingInputs(*floats.T, *packed[:, 3:7].T, packed[:, 7:])
+    return SamplingInputs._make([*floats.T, *packed[:, 3:7].T, packed[:, 7:]])
 
 
 def greedy(logits: Logits) -> Int[Array, " num_rows"]:
@@ -60,7 +61,8 @@ def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:
     kept = keep_top_k(scaled, inputs.top_k)
     kept = keep_top_p(kept, inputs.top_p)
     kept = jnp.where(kept >= jnp.log(inputs.min_p)[:, None], kept, -jnp.inf)
-    noise = jax.vmap(lambda *key: gumbel(*key, logits.shape[1]))(inputs.seed_low, inputs.seed_high, inputs.position)
+    make_noise = jax.vmap(functools.partial(gumbel, size=logits.shape[1]))
+    noise = make_noise(inputs.seed_low, inputs.seed_high, inputs.position)
     return jnp.argmax(kept + noise, axis=-1)
 
 
@@ -68,10 +70,9 @@ def gumbel(
     seed_low: Int[Array, ""], seed_high: Int[Array, ""], position: Int[Array, ""], size: int
 ) -> Float[Array, " size"]:
     """Noise that depends on a request's seed and its own token position alone, so never on the rest of the batch."""
-    as_word = lambda value: jax.lax.bitcast_convert_type(value, jnp.uint32)  # noqa: E731
     key = jax.random.key(0, impl="threefry2x32")
     for value in (seed_low, seed_high, position):
-        key = jax.random.fold_in(key, as_word(value))
+        key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(value, jnp.uint32))
     return jax.random.gumbel(key, (size,), jnp.float32)
 
 

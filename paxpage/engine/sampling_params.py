@@ -12,8 +12,9 @@ GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy: dividing by 
 
 
 def _require_number(field: str, value: object, minimum: float, maximum: float, allowed: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(is_number and math.isfinite(value) and minimum <= value <= maximum, field, value, allowed)
+    require(isinstance(value, (int, float)) and not isinstance(value, bool), field, value, allowed)
+    assert isinstance(value, (int, float))
+    require(math.isfinite(value) and minimum <= value <= maximum, field, value, allowed)
 
 
 def _as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:

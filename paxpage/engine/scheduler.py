@@ -1,4 +1,4 @@
-"""Iteration-level scheduling (Orca, OSDI 2022, sec. 4.1): which requests take part in the next step, with how many tokens.
+"""Iteration-level scheduling (Orca, OSDI 2022, sec. 4.1): who takes part in the next step, with how many tokens.
 
 Requests are served in order of arrival (or of priority, then arrival). Each step, running requests come first, oldest
 first; what is left of the token budget goes to waiting ones. When blocks run out, the newest running request is
@@ -165,7 +165,8 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self._rank)
         logger.warning(
             "preempted request %s (time %d for it): %d tokens will be computed again; %d running, %d blocks free",
-            request.request_id, request.num_preemptions, request.num_tokens, len(self.running), self.manager.pool.num_free,
+            request.request_id, request.num_preemptions, request.num_tokens, len(self.running),
+            self.manager.pool.num_free,
         )  # fmt: skip
 
     def _remove(self, request: Request) -> None:

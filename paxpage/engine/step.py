@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import kv_cache_write, paged_attention
+from pallas_kernels.paged_attention.api import default_backend
 from paxpage.engine.batch import StepInputs, StepShape, unpack
 from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import greedy
 from paxpage.models.registry import Params, merge
-from pallas_kernels import kv_cache_write, paged_attention
-from pallas_kernels.paged_attention.api import default_backend
 
 
 class StepOutput(NamedTuple):
@@ -77,8 +77,9 @@ def compile_forward(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shap
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory that a compiled step takes beside params and cache: temporaries, and outputs that are not the cache."""
+    """Device memory that a compiled step takes beside params and cache: temporaries and other outputs."""
     stats = compiled.memory_analysis()
+    assert stats is not None, "this platform's compiler gives no memory analysis"
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 

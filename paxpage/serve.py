@@ -1,0 +1,203 @@
+"""The command line of the server: python -m paxpage.serve."""
+
+import dataclasses
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from paxpage.config import EngineConfig, require
+from paxpage.server.listen import bind
+from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
+from paxpage.server.signals import SignalWatcher, end_process
+
+EXIT_FAILED = 1
+EXIT_BAD_USAGE = 2
+HELP_WIDTH = 34
+
+
+class Flag(NamedTuple):
+    """One flag: its kind is str, int, float or bool."""
+
+    name: str
+    kind: type
+    default: str | int | float | bool | None
+    help: str
+
+
+FLAGS_BY_GROUP = {
+    "model": (
+        Flag("model", str, None, "a folder, a .gguf file or org/name; the embedded SmolLM2-135M-Instruct if not given"),
+        Flag("tokenizer", str, None, "a folder or org/name, when the model brings none"),
+        Flag("served_model_name", str, None, "the model's name in the API"),
+        Flag("dtype", str, "auto", "auto, bfloat16, float16 or float32"),
+        Flag("load_format", str, "auto", "auto, safetensors, gguf, orbax or dummy (random weights)"),
+        Flag("max_model_len", int, None, "tokens of prompt and answer at most; the model's own limit if not given"),
+        Flag("generation_config", str, "auto", "auto: sampling defaults of the model; none: the API's own"),
+        Flag("chat_template", str, None, "a Jinja file, or the template itself"),
+        Flag("seed", int, 0, "of requests that bring none"),
+    ),
+    "memory": (
+        Flag("gpu_memory_utilization", float, 0.9, "share of the GPU's memory to use"),
+        Flag("num_blocks", int, None, "blocks of the KV cache; what fits if not given"),
+        Flag("block_size", int, 16, "tokens of a block"),
+        Flag("kv_cache_dtype", str, "auto", "auto: the model's dtype"),
+        Flag("enable_prefix_caching", bool, None, "reuse the blocks of prompts with the same beginning"),
+    ),
+    "scheduling": (
+        Flag("max_num_seqs", int, None, "samples that run at once"),
+        Flag("max_num_batched_tokens", int, None, "tokens of one step"),
+        Flag("max_num_queued_reqs", int, None, "prompts that may wait; more are answered 429. No limit if not given"),
+        Flag("scheduling_policy", str, "fcfs", "fcfs or priority"),
+        Flag("tensor_parallel_size", int, 1, "GPUs to split the model over"),
+    ),
+    "server": (
+        Flag("host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all"),
+        Flag("port", int, 8000, "port to listen on; 0: any free one"),
+        Flag("api_key", str, None, f"asked of every client; better given in ${API_KEY_VARIABLE}"),
+        Flag("max_logprobs", int, 20, "log-probabilities a token that a request may ask for"),
+        Flag("compilation_cache_dir", str, None, "where compiled steps are kept; your cache folder if not given"),
+    ),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the server until it is stopped; returns the process's exit code."""
+    try:
+        values = parse_flags(argv)
+        if values["help"].value:
+            print(help_text())
+            return 0
+        options = make_options(values)
+    except (ValueError, flags.Error) as error:
+        return complain(error, EXIT_BAD_USAGE)
+    return run(options)
+
+
+def complain(error: Exception | str, exit_code: int) -> int:
+    """Says in one line why the server does not start."""
+    print("paxpage.serve:", " ".join(str(error).split()), file=sys.stderr)
+    return exit_code
+
+
+def define_flags() -> flags.FlagValues:
+    """All flags, not parsed yet."""
+    values = flags.FlagValues()
+    define: dict[type, Callable[..., Any]] = {
+        str: flags.DEFINE_string,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        bool: flags.DEFINE_boolean,
+    }
+    for group in FLAGS_BY_GROUP.values():
+        for flag in group:
+            define[flag.kind](flag.name, flag.default, flag.help, flag_values=values)
+    flags.DEFINE_boolean("help", False, "show this text", flag_values=values)
+    return values
+
+
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+    """Parses a command line; --max-num-seqs and --max_num_seqs are the same.
+
+    Raises:
+        flags.Error: an unknown flag or a value of the wrong kind.
+        ValueError: an argument that is no flag.
+    """
+    values = define_flags()
+    values.set_gnu_getopt(True)
+    rest = values([argv[0], *(_with_underscores(argument, values) for argument in argv[1:])])[1:]
+    if rest:
+        raise ValueError(f"{rest[0]!r} is not a flag; a model is given as --model={rest[0]}")
+    return values
+
+
+def _with_underscores(argument: str, values: flags.FlagValues) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    name = name.replace("-", "_")
+    positive = name.removeprefix("no_")
+    if positive != name and positive in values:  # absl's own spelling is --noname
+        name = f"no{positive}"
+    return f"--{name}{equals}{value}"
+
+
+def help_text() -> str:
+    """Every flag with its default, by group."""
+    lines = ["Serves a language model over HTTP, with OpenAI's API.", "", "python -m paxpage.serve [--flag=value ...]"]
+    for group, members in FLAGS_BY_GROUP.items():
+        lines += ["", f"{group}:"]
+        for flag in members:
+            shown = f"  --{flag.name}" + ("" if flag.default is None else f"={flag.default}")
+            lines.append(f"{shown:<{HELP_WIDTH}} {flag.help}")
+    return "\n".join(lines)
+
+
+def make_options(values: flags.FlagValues) -> ServeOptions:
+    """Checks the flags' values.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    given = {name: values[name].value for name in values if values[name].value is not None}
+    engine_fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    own_fields = {field.name for field in dataclasses.fields(ServeOptions)} - {"engine"}
+    engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_fields})
+    own = {name: given.get(name) for name in own_fields}
+    own["api_key"] = given.get("api_key") or os.environ.get(API_KEY_VARIABLE) or None
+    own["chat_template"] = None if own["chat_template"] is None else read_chat_template(own["chat_template"])
+    return ServeOptions(engine=engine, **own)
+
+
+def read_chat_template(value: str) -> str:
+    """The template itself, from a file's name or given directly.
+
+    Raises:
+        ValueError: neither a file nor a template.
+    """
+    if os.path.isfile(value):
+        with open(value, encoding="utf-8") as file:
+            return file.read()
+    require("{" in value, "chat_template", value, "a file, or a Jinja template")
+    return value
+
+
+def prepare_environment() -> None:
+    """Sets what JAX and the tokenizers read from the environment once, at their import. What is set already stays."""
+    # The engine sizes its cache from the device's bytes_limit, which should be the whole device's.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def set_up_logging() -> None:
+    """Our own messages from INFO on, those of others from WARNING on, to stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("paxpage").setLevel(logging.INFO)
+
+
+def run(options: ServeOptions) -> int:
+    """Binds, loads the model, serves; returns the exit code."""
+    signals = SignalWatcher()
+    signals.start()
+    set_up_logging()
+    prepare_environment()
+    try:
+        with bind(options.host, options.port) as bound:
+            from paxpage.server.launch import load_and_serve  # imports JAX, which reads the environment
+
+            return load_and_serve(options, bound, signals)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return complain(f"port {options.port} of {options.host} is in use; choose another with --port", EXIT_FAILED)
+        raise
+    except ValueError as error:
+        return complain(error, EXIT_BAD_USAGE)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv))  # unloading JAX takes seconds and changes nothing
