@@ -161,8 +161,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48, help="of the first user; others stop a little earlier")
     parser.add_argument("--num-blocks", type=int, default=161, help="of 16 tokens, the null block included")
     args = parser.parse_args()
-    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 2048}
-    with LLM(default_model_path(), num_blocks=args.num_blocks, **limits) as llm:
+    with LLM(
+        default_model_path(),
+        num_blocks=args.num_blocks,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_model_len=2048,
+    ) as llm:
         report = Demo(llm.engine, args.users, args.max_tokens).run()
         print_report(report, llm.engine.config.block_size)
         print("\n" + "\n".join(f"{name}: {text.strip()[:100]!r}" for name, text in report.texts.items()))

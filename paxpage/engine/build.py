@@ -128,14 +128,14 @@ def _from_config(
 
 def _from_module(module: nnx.Module, tokenizer: Any, options: LoadOptions) -> ServedModel:
     is_model = isinstance(module, CausalLM)
-    require(
-        is_model, "model", type(module).__name__, "modules with kv_spec, __call__ and compute_logits (models.protocol)"
-    )
+    allowed = "modules with kv_spec, __call__ and compute_logits (models.protocol)"
+    require(is_model, "model", type(module).__name__, allowed)
+    spec: KVSpec = getattr(module, "kv_spec")  # noqa: B009 (the type checker knows nnx.Module alone)
     graphdef, params = registry.split(module)
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
     dtype = next(leaf.dtype.name for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     generation = GenerationDefaults()
-    return ServedModel(type(module).__name__, graphdef, params, module.kv_spec, dtype, length, tokenizer, generation)
+    return ServedModel(type(module).__name__, graphdef, params, spec, dtype, length, tokenizer, generation)
 
 
 def _limits(config: EngineConfig, served: ServedModel) -> SchedulerConfig:
