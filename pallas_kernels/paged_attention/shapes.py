@@ -79,10 +79,10 @@ def _rows(*pairs: tuple[int, int]) -> tuple[Row, ...]:
 
 STEP_KINDS = {
     "decode": tuple(Row(length - 1, 1) for length in BORDER_LENGTHS),
-    "prefill": tuple(Row(0, length) for length in BORDER_LENGTHS),
+    "prefill": _rows((0, 16), (0, 130), (0, 1)),
     # Chunks of 16 and others, that begin and end on either side of a border.
     "chunked": _rows((16, 16), (15, 2), (1, 16), (17, 16), (31, 33), (114, 16)),
-    "mixed": _rows((129, 1), (0, 17), (15, 1), (16, 33), (0, 1), (16, 1), (33, 97)),
+    "mixed": _rows((129, 1), (0, 17), (15, 1), (16, 33), (0, 15), (16, 1), (0, 33)),
 }
 
 

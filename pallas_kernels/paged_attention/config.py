@@ -1,0 +1,91 @@
+"""Tile sizes of the GPU kernels: frozen, typed, chosen by pure functions of the shape."""
+
+import dataclasses
+
+import numpy as np
+
+MIN_DOT = 16  # a Triton dot wants 16 along each axis
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What a kernel must know of the arrays it is given."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # of q and of the output
+    cache_dtype: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        """head_dim up to a power of 2, as Triton's tiles want."""
+        return max(MIN_DOT, next_power_of_2(self.head_dim))
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a cache element."""
+        return np.dtype(np.float32).itemsize if self.cache_dtype == "float32" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of the decode kernel."""
+
+    tile_keys: int  # keys loaded at a time, a power of 2
+    num_splits: int  # pieces that each row's keys are cut into, merged afterwards when more than 1
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        assert self.tile_keys == next_power_of_2(self.tile_keys) >= MIN_DOT, self.tile_keys
+        assert self.num_splits >= 1, self.num_splits
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """Tiles of the prefill kernel."""
+
+    tile_rows: int  # queries times heads of a group, a power of 2
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        assert self.tile_rows == next_power_of_2(self.tile_rows) >= MIN_DOT, self.tile_rows
+        assert self.tile_keys == next_power_of_2(self.tile_keys) >= MIN_DOT, self.tile_keys
+
+
+def decode_queries(geometry: Geometry) -> int:
+    """Most queries of one row that the decode kernel takes: those that fill its smallest tile."""
+    return max(1, MIN_DOT // geometry.group)
+
+
+def decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> DecodeConfig:
+    """Splits so that about two programs an SM of the largest parts are there; tiles as measured on an H200.
+
+    Without a split there is no merge, which pays from about 256 programs on.
+    """
+    num_programs = num_rows * geometry.num_kv_heads
+    wanted = 1 if num_programs >= 192 else next_power_of_2(264 // num_programs)
+    tile_keys = 64 if geometry.padded_dim * geometry.item_bytes <= 256 else 32
+    num_splits = max(1, min(wanted, 32, max_keys // (2 * tile_keys)))
+    return DecodeConfig(tile_keys, num_splits, num_warps=2 if num_splits == 1 else 4, num_stages=2)
+
+
+def prefill_config(geometry: Geometry) -> PrefillConfig:
+    """Tiles that fit the registers of one program: 128 rows in 16 bits, 64 in 32 bits or for wide heads."""
+    is_large = geometry.padded_dim * geometry.item_bytes > 256
+    tile_rows = max(64 if is_large else 128, next_power_of_2(geometry.group))
+    return PrefillConfig(tile_rows, 32 if is_large else 64, num_warps=4 if is_large else 8, num_stages=2)

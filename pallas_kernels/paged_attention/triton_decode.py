@@ -1,0 +1,134 @@
+"""Decode: rows of one or a few queries, bound by how fast their keys and values stream in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
+from pallas_kernels.paged_attention.triton_common import (
+    MASKED,
+    NUM_INPUTS,
+    Ref,
+    Refs,
+    Softmax,
+    Tile,
+    Work,
+    attend_tiles,
+    cdiv,
+    empty_softmax,
+    load_queries,
+    normalise,
+    store_pairs,
+)
+
+Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+
+def decode(
+    arrays: Refs, out: Queries | None, geometry: Geometry, config: DecodeConfig, scale: float, interpret: bool
+) -> Queries:
+    """Attention of the rows that have at most config.decode_queries(geometry) queries.
+
+    Grid (num_rows * num_kv_heads, num_splits): a program takes one row's queries for one key head, against one piece
+    of that row's keys. The heads of a row are neighbours in the grid. With one split it writes the output itself;
+    otherwise each piece's unfinished softmax goes out and merge() joins them.
+
+    out: where to write, updated in place, other rows' tokens untouched; None when every row has exactly one query
+    (a padding row's is zero).
+    """
+    num_rows, num_tokens = arrays.seq_lens.shape[0], arrays.q.shape[0]
+    call = functools.partial(
+        pl.pallas_call,
+        functools.partial(_decode_program, geometry=geometry, config=config, scale=scale),
+        grid=(num_rows * geometry.num_kv_heads, config.num_splits),
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="paged_attention_decode",
+    )
+    if config.num_splits > 1:
+        pairs = (config.num_splits, num_rows, geometry.num_kv_heads, tile_rows_of(geometry))
+        shapes = (pairs, pairs, (*pairs, geometry.padded_dim))
+        parts = call(out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))(*arrays)
+        return merge(Softmax(*parts), arrays, out, geometry)
+    shape = jax.ShapeDtypeStruct((num_tokens, geometry.num_heads, geometry.head_dim), arrays.q.dtype)
+    if out is None:
+        return call(out_shape=shape)(*arrays)
+    return call(out_shape=shape, input_output_aliases={len(arrays): 0})(*arrays, out)
+
+
+def tile_rows_of(geometry: Geometry) -> int:
+    """(query, head of the group) pairs of a program, padded."""
+    return max(MIN_DOT, next_power_of_2(geometry.group))
+
+
+def _decode_program(*refs: Ref, geometry: Geometry, config: DecodeConfig, scale: float) -> None:
+    inputs = Refs(*refs[:NUM_INPUTS])
+    outputs = refs[-3:] if config.num_splits > 1 else refs[-1:]  # between them, if anything, the aliased output
+    tile = _decode_tile(inputs, geometry)
+    num_tiles = cdiv(tile.num_keys, config.tile_keys)
+    per_split = cdiv(num_tiles, config.num_splits)
+    first = pl.program_id(1) * per_split
+    end = jnp.minimum(first + per_split, num_tiles)
+    work = Work(inputs, tile, geometry, scale, config.tile_keys, load_queries(inputs, tile, geometry))
+    state = empty_softmax(tile_rows_of(geometry), geometry.padded_dim)
+    state = attend_tiles(work, first, end, state, is_masked=True)
+    if config.num_splits == 1:
+        _store_output(inputs, outputs[0], tile, geometry, state)
+    else:
+        _store_partial(outputs, tile, geometry, state)
+
+
+def _decode_tile(refs: Refs, geometry: Geometry) -> Tile:
+    program = pl.program_id(0)
+    row, head = program // geometry.num_kv_heads, program % geometry.num_kv_heads
+    first, end = plt.load(refs.starts.at[row]), plt.load(refs.starts.at[row + 1])
+    seq_len = plt.load(refs.seq_lens.at[row])
+    num_queries = end - first
+    is_mine = (num_queries > 0) & (num_queries <= decode_queries(geometry))
+    pairs = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32)
+    query = jnp.minimum(pairs // geometry.group, jnp.maximum(num_queries - 1, 0))
+    tokens = jnp.minimum(first + query, refs.q.shape[0] - 1)
+    heads = head * geometry.group + pairs % geometry.group
+    return Tile(row, head, jnp.where(is_mine, seq_len, 0), tokens, heads, seq_len - num_queries + query)
+
+
+def _store_output(refs: Refs, out_ref: Ref, tile: Tile, geometry: Geometry, state: Softmax) -> None:
+    num_queries = plt.load(refs.starts.at[tile.row + 1]) - plt.load(refs.starts.at[tile.row])
+    num_pairs = jnp.where(num_queries <= decode_queries(geometry), num_queries * geometry.group, 0)
+    is_pair = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32) < num_pairs
+    store_pairs(out_ref, tile, geometry, is_pair, normalise(state))
+
+
+def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, state: Softmax) -> None:
+    maximum_ref, total_ref, values_ref = out_refs
+    pairs = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32)
+    dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
+    split = pl.program_id(1)
+    plt.store(maximum_ref.at[split, tile.row, tile.head, pairs], state.maximum)
+    plt.store(total_ref.at[split, tile.row, tile.head, pairs], state.total)
+    plt.store(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]], state.values)
+
+
+def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry) -> Queries:
+    """Joins the splits by their maxima (log-sum-exp) and puts each row's queries where they belong."""
+    maximum = jnp.max(parts.maximum, axis=0)
+    weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
+    total = jnp.sum(parts.total * weights, axis=0)
+    values = jnp.sum(parts.values * weights[..., None], axis=0) / jnp.where(total == 0, 1, total)[..., None]
+    num_queries, group = decode_queries(geometry), geometry.group
+    values = values[:, :, : num_queries * group, : geometry.head_dim]
+    num_rows = values.shape[0]
+    values = values.reshape(num_rows, geometry.num_kv_heads, num_queries, group, -1).transpose(0, 2, 1, 3, 4)
+    values = values.reshape(num_rows, num_queries, geometry.num_heads, -1).astype(arrays.q.dtype)
+    return values[:, 0] if out is None else _scatter(values, arrays.starts, out)
+
+
+def _scatter(values: Array, starts: Int[Array, " num_rows_plus_1"], out: Queries) -> Queries:
+    query = jnp.arange(values.shape[1])[None, :]
+    first, counts = starts[:-1, None], jnp.diff(starts)[:, None]
+    is_mine = (query < counts) & (counts <= values.shape[1])
+    return out.at[jnp.where(is_mine, first + query, out.shape[0])].set(values, mode="drop")
