@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import reference, triton, xla
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 
-BACKENDS: dict[str, Callable[..., Queries]] = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+BACKENDS: dict[str, Callable[..., Queries]] = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+    "triton": triton.paged_attention,
+    "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
+}
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
@@ -42,8 +47,8 @@ def paged_attention(
     num_heads is a multiple of num_kv_heads; query head h reads key head h // (num_heads // num_kv_heads). scale
     defaults to head_dim ** -0.5. Softmax and accumulation are in float32; the output has q's dtype.
 
-    backend: one of BACKENDS, None for the default: "xla". ValueError names an unknown backend or a shape that is not
-    supported.
+    backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
+    unknown backend or a shape that is not supported.
     """
     name = default_backend() if backend is None else backend
     if name not in BACKENDS:
@@ -73,7 +78,7 @@ def _dispatch(
 
 def default_backend() -> str:
     """The backend that backend=None means on JAX's default device."""
-    return "xla"
+    return "triton" if jax.default_backend() == "gpu" else "xla"
 
 
 def _check_shapes(q: Queries, k_cache: Cache) -> None:

@@ -73,19 +73,23 @@ def decode_queries(geometry: Geometry) -> int:
 
 
 def decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> DecodeConfig:
-    """Splits so that about two programs an SM of the largest parts are there; tiles as measured on an H200.
+    """As measured on an H200 with 8 key heads of 128 (BUILD_NOTES.md, 2026-11-29).
 
-    Without a split there is no merge, which pays from about 256 programs on.
+    Without splits there is no merge, which pays from about 192 programs on. Many programs hide each other's latency
+    with small tiles; few want large ones.
     """
     num_programs = num_rows * geometry.num_kv_heads
-    wanted = 1 if num_programs >= 192 else next_power_of_2(264 // num_programs)
-    tile_keys = 64 if geometry.padded_dim * geometry.item_bytes <= 256 else 32
-    num_splits = max(1, min(wanted, 32, max_keys // (2 * tile_keys)))
-    return DecodeConfig(tile_keys, num_splits, num_warps=2 if num_splits == 1 else 4, num_stages=2)
+    is_wide = geometry.padded_dim * geometry.item_bytes > 256
+    if num_programs >= 384:
+        return DecodeConfig(32 if is_wide else 64, 1, num_warps=2, num_stages=2)
+    tile_keys = 32 if is_wide else 128
+    wanted = 1 if num_programs >= 192 else next_power_of_2(128 // num_programs)
+    num_splits = max(1, min(wanted, 16, max_keys // (2 * tile_keys)))
+    return DecodeConfig(tile_keys, num_splits, num_warps=2 if num_splits == 1 else 4, num_stages=3)
 
 
 def prefill_config(geometry: Geometry) -> PrefillConfig:
     """Tiles that fit the registers of one program: 128 rows in 16 bits, 64 in 32 bits or for wide heads."""
-    is_large = geometry.padded_dim * geometry.item_bytes > 256
-    tile_rows = max(64 if is_large else 128, next_power_of_2(geometry.group))
-    return PrefillConfig(tile_rows, 32 if is_large else 64, num_warps=4 if is_large else 8, num_stages=2)
+    is_wide = geometry.padded_dim * geometry.item_bytes > 256
+    tile_rows = max(64 if is_wide else 128, next_power_of_2(geometry.group))
+    return PrefillConfig(tile_rows, 32 if is_wide else 64, num_warps=4, num_stages=2 if is_wide else 3)

@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 
+MAX_CACHE_BYTES = 8 * 2**30
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -21,6 +22,8 @@ def use_persistent_cache(cache_dir: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", cache_dir or default_cache_dir())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # With a limit JAX locks the folder, so that two processes never see each other's half-written entries.
+    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
 
 
 class CompilationCounter:
@@ -30,7 +33,7 @@ class CompilationCounter:
         self.num_compilations = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.num_compilations += 1
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 REPLACEMENT = "\ufffd"  # what decoding gives for the bytes of a character that is not whole yet
 NUM_CONTEXT_TOKENS = 8  # earlier tokens decoded again with new ones, since a tokenizer treats a text's start apart
 MAX_PENDING_TOKENS = 8  # a character has at most 4 bytes, so after so many tokens its bytes are simply wrong
+MAX_PARTIAL_CHARS = 3  # but the last 3 of these wrong bytes may still begin a character
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,20 +38,25 @@ class TokenDecoder:
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        is_whole = not text.endswith(REPLACEMENT) or len(self._window) - self._num_settled > MAX_PENDING_TOKENS
-        stable = text if is_whole else text.rstrip(REPLACEMENT)
-        piece = stable[self._num_sent_chars :]
-        self._num_sent_chars = max(self._num_sent_chars, len(stable))
-        if is_whole:
-            self._settle()
+        is_overdue = len(self._window) - self._num_settled > MAX_PENDING_TOKENS
+        num_partial = len(text) - len(text.rstrip(REPLACEMENT))
+        num_held = min(num_partial, MAX_PARTIAL_CHARS) if is_overdue else num_partial
+        piece = text[self._num_sent_chars : len(text) - num_held]
+        self._num_sent_chars = max(self._num_sent_chars, len(text) - num_held)
+        if num_held == 0 or is_overdue:
+            self._settle(num_held)
         return piece
 
-    def _settle(self) -> None:
+    def _settle(self, num_held: int) -> None:
+        """All text but the last num_held characters is out: forgets tokens that are not needed as context any more."""
         self._num_settled = len(self._window)
-        if self._num_settled - self._checkpoint >= NUM_CONTEXT_TOKENS:
-            self._window = self._window[self._checkpoint :]
-            self._checkpoint = self._num_settled = len(self._window)
-            self._num_sent_chars = len(self._decode(self._window))
+        if self._num_settled - self._checkpoint < NUM_CONTEXT_TOKENS:
+            return
+        window = self._window[self._checkpoint :]
+        text = self._decode(window)
+        if text:  # tokens without text (special ones, skipped) are no context
+            self._window, self._num_sent_chars = window, len(text) - num_held
+        self._checkpoint = self._num_settled = len(self._window)
 
 
 def whole_context(decode: Decode, context: Sequence[int]) -> list[int]:
@@ -162,4 +168,8 @@ def decode_after(decode: Decode, context: Sequence[int], token_ids: Sequence[int
     """The text of token_ids after context, all at once: what a TokenDecoder's pieces join to."""
     window = whole_context(decode, context)
     num_sent_chars = len(decode(window).rstrip(REPLACEMENT)) if window else 0
-    return decode([*window, *token_ids])[num_sent_chars:]
+    text = decode([*window, *token_ids])[num_sent_chars:]
+    if REPLACEMENT in text:  # one wrong byte may spoil bytes before it that a TokenDecoder has long sent as text
+        decoder = TokenDecoder(decode, context)
+        text = decoder.push(token_ids) + decoder.flush()
+    return text

@@ -50,7 +50,7 @@ def sample(logits: Logits, packed: Int[Array, "num_rows num_ints"], *, num_top: 
 def suppress(logits: Logits, token_ids: Int[Array, "num_rows num_ids"]) -> Logits:
     """Makes the given tokens of each row impossible; ids outside the vocabulary mean nothing."""
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, token_ids].set(-jnp.inf, mode="drop")
+    return logits.at[rows, token_ids].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
 
 
 def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:
