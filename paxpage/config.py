@@ -103,6 +103,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None  # schedule a step while the one before runs; None: on a GPU
     max_logprobs: int = 20
     compilation_cache_dir: str | None = None
 

@@ -1,11 +1,23 @@
 """kv_cache_write: new keys and values to their slots, in place when the caches are donated."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_cache_write import triton, xla
+
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 NewTokens = Float[Array, "num_tokens num_kv_heads head_dim"]
+
+BACKENDS: dict[str, Callable[..., tuple[Cache, Cache]]] = {
+    "reference": xla.kv_cache_write,
+    "xla": xla.kv_cache_write,
+    "triton": triton.kv_cache_write,
+    "triton_interpret": functools.partial(triton.kv_cache_write, interpret=True),
+}
 
 
 def kv_cache_write(
@@ -16,28 +28,33 @@ def kv_cache_write(
     slot_mapping: Int[Array, " num_tokens"],
     *,
     layer: int | Int[Array, ""],
+    backend: str | None = None,
 ) -> tuple[Cache, Cache]:
     """Writes token i of k and v to slot slot_mapping[i] = block_id * block_size + offset of one layer.
 
     k and v are cast to the caches' dtype. Slots must be distinct, but for padding tokens, which all name slot 0: block
     0 is the null block and nobody reads it. The whole caches go in and come out (a slice would copy the layer); under
-    jit with the caches donated, XLA's scatter writes in place.
+    jit with the caches donated they are written in place.
+
+    backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
+    unknown one.
     """
-    return _write(k_cache, v_cache, k, v, slot_mapping, jnp.int32(layer))
+    name = ("triton" if jax.default_backend() == "gpu" else "xla") if backend is None else backend
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    return _dispatch(k_cache, v_cache, k, v, slot_mapping, jnp.int32(layer), backend=name)
 
 
-@jax.jit
-def _write(
+@functools.partial(jax.jit, static_argnames="backend")
+def _dispatch(
     k_cache: Cache,
     v_cache: Cache,
     k: NewTokens,
     v: NewTokens,
     slot_mapping: Int[Array, " num_tokens"],
     layer: Int[Array, ""],
+    *,
+    backend: str,
 ) -> tuple[Cache, Cache]:
     # Jitted with a traced layer, so that a model of many layers traces and lowers the write once.
-    block_size = k_cache.shape[3]
-    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
-    k_cache = k_cache.at[layer, block_ids, :, offsets].set(k.astype(k_cache.dtype))
-    v_cache = v_cache.at[layer, block_ids, :, offsets].set(v.astype(v_cache.dtype))
-    return k_cache, v_cache
+    return BACKENDS[backend](k_cache, v_cache, k, v, slot_mapping, layer)

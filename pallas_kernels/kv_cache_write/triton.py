@@ -1,6 +1,7 @@
 """kv_cache_write on Pallas's Triton backend: keys and values of all tokens in one launch, in place."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 NewTokens = Float[Array, "num_tokens num_kv_heads head_dim"]
+Ref = Any  # a Pallas reference
 
 
 def kv_cache_write(
@@ -24,7 +26,7 @@ def kv_cache_write(
 ) -> tuple[Cache, Cache]:
     """See api.kv_cache_write. Grid (num_tokens, num_kv_heads): a program writes one head of one token."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    call = pl.pallas_call(
+    k_cache, v_cache = pl.pallas_call(
         functools.partial(_write_program, head_dim=head_dim, block_size=k_cache.shape[3]),
         grid=(num_kv_heads, num_tokens),
         out_shape=(_like(k_cache), _like(v_cache)),
@@ -32,15 +34,16 @@ def kv_cache_write(
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="kv_cache_write",
-    )
-    return tuple(call(jnp.reshape(layer, (1,)), slot_mapping, k, v, k_cache, v_cache))
+    )(jnp.reshape(layer, (1,)), slot_mapping, k, v, k_cache, v_cache)
+    return k_cache, v_cache
 
 
 def _like(cache: Cache) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(cache.shape, cache.dtype)
 
 
-def _write_program(layer_ref, slots_ref, k_ref, v_ref, _k, _v, k_out_ref, v_out_ref, *, head_dim, block_size) -> None:
+def _write_program(*refs: Ref, head_dim: int, block_size: int) -> None:
+    layer_ref, slots_ref, k_ref, v_ref, _aliased_k, _aliased_v, k_out_ref, v_out_ref = refs
     head, token = pl.program_id(0), pl.program_id(1)
     slot = plt.load(slots_ref.at[token])
     dims = jnp.arange(1 << (head_dim - 1).bit_length(), dtype=jnp.int32)

@@ -39,7 +39,7 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """One step's integers, int32. Padding tokens have slot 0 (null block); padding rows have seq_len 0."""
 
-    token_ids: Any  # [num_tokens]
+    token_ids: Any  # [num_tokens]; -1 - i stands for the token that row i of the step before has sampled
     positions: Any  # [num_tokens], index in the token's own sequence
     slot_mapping: Any  # [num_tokens], block_id * block_size + offset where the token's key and value go
     query_start_loc: Any  # [num_rows + 1], row r's tokens are query_start_loc[r] .. query_start_loc[r + 1] - 1
@@ -89,8 +89,11 @@ def slots_of(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_
 
 def _token_ids(rows: list[ScheduledRow]) -> list[int]:
     token_ids: list[int] = []
-    for request, start, num_tokens, _ in rows:
-        token_ids += request.token_ids[start : start + num_tokens]
+    for request, start, num_tokens, _, previous_index in rows:
+        if previous_index >= 0:
+            token_ids.append(-1 - previous_index)
+        else:
+            token_ids += request.token_ids[start : start + num_tokens]
     return token_ids
 
 
@@ -107,6 +110,7 @@ class SamplingInputs(NamedTuple):
     suppressed: Any  # int32 [num_rows, MAX_SUPPRESSED], ids that cannot be drawn; NO_TOKEN for none
 
 
+POSITION = 6  # column of SamplingInputs.position
 NUM_SAMPLING_INTS = 7 + MAX_SUPPRESSED
 
 
@@ -115,20 +119,27 @@ def pack_sampling(rows: list[ScheduledRow], num_rows: int) -> np.ndarray:
     packed = np.zeros((num_rows, NUM_SAMPLING_INTS), np.int32)
     packed[:, 3] = 1
     for index, row in enumerate(rows):
-        packed[index] = _sampling_row(row.request)
+        request = row.request
+        if request.packed_params is None:
+            request.packed_params = _pack_params(request)
+        packed[index] = request.packed_params
+        position = row.start + row.num_tokens
+        packed[index, POSITION] = position
+        if position - request.num_prompt_tokens >= request.params.min_tokens:
+            packed[index, POSITION + 1 :] = NO_TOKEN
     return packed
 
 
-def _sampling_row(request: Request) -> np.ndarray:
+def _pack_params(request: Request) -> np.ndarray:
+    """A row of pack_sampling as it is while min_tokens are not reached, its position still 0."""
     params = request.params
     floats = np.array([0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p], np.float32)
     seed = request.seed % 2**64
     top_k = params.top_k if params.top_k > 0 else NO_TOKEN
-    words = np.array([top_k, seed % 2**32, seed >> 32, request.num_tokens], np.uint32)
+    words = np.array([top_k, seed % 2**32, seed >> 32, 0], np.uint32)
     suppressed = np.full(MAX_SUPPRESSED, NO_TOKEN, np.int32)
-    if request.num_output_tokens < params.min_tokens:
-        ids = sorted(request.eos_token_ids | request.stop_token_ids)
-        suppressed[: len(ids)] = ids
+    ids = sorted(request.eos_token_ids | request.stop_token_ids)
+    suppressed[: len(ids)] = ids
     return np.concatenate([floats.view(np.int32), words.view(np.int32), suppressed])
 
 

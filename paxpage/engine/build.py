@@ -74,6 +74,7 @@ def build_engine(
     engine = Engine(
         runner, config, limits,
         tokenizer=served.tokenizer, generation=served.generation, vocab_size=runner.vocab_size, model_name=served.name,
+        is_async=_platform() == "gpu" if config.async_scheduling is None else config.async_scheduling,
     )  # fmt: skip
     logger.info(start_up_line(engine))
     return engine
@@ -88,7 +89,7 @@ def start_up_line(engine: Engine) -> str:
         f"{engine.model_name}: {registry.num_bytes(runner.params) / 2**20:,.0f} MiB of weights; KV cache of "
         f"{stats.num_blocks_usable:,} blocks of {engine.config.block_size} tokens in {runner.cache.k.dtype} "
         f"({num_bytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} requests "
-        f"of the full {engine.max_model_len:,}; attention backend {step.attention_backend()}"
+        f"of the full {engine.max_model_len:,}; attention backend {runner.attention_backend}"
     )
 
 
@@ -191,4 +192,4 @@ def _temporary_bytes(served: ServedModel, shape: StepShape, block_size: int, dty
         return 0
     abstract = step.abstract(served.params)
     cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    return step.temporary_bytes(step.compile_forward(served.graphdef, abstract, cache, shape))
+    return step.temporary_bytes(step.compile_forward(served.graphdef, abstract, cache, shape, shape.num_rows))

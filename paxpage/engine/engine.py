@@ -6,6 +6,7 @@ tokens in, and each request's new text goes out.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from paxpage.engine.accounting import SlotAccount
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import KVCacheManager
-from paxpage.engine.model_runner import HostTokens, ModelRunner
+from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner
 from paxpage.engine.request import FinishReason, Request, RequestStatus
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
@@ -48,7 +49,7 @@ class PreparedRequest(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """Numbers of this moment; those called num_..._total only grow."""
+    """Numbers of this moment; the last four only grow."""
 
     num_running: int
     num_waiting: int
@@ -57,6 +58,7 @@ class EngineStats(NamedTuple):
     num_blocks_usable: int
     num_scheduled_tokens: int  # of the last step
     num_preemptions: int
+    num_wasted_rows: int  # computed in vain: the request had ended by a token that was still in flight
     num_steps: int
     num_failed_steps: int
 
@@ -135,6 +137,7 @@ class Engine:
         generation: GenerationDefaults,
         vocab_size: int,
         model_name: str,
+        is_async: bool,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -153,6 +156,8 @@ class Engine:
         self._num_scheduled_tokens = 0
         self._num_failed_steps = 0
         self._is_recovering = False
+        self._in_flight: deque[tuple[ScheduledBatch, Launched]] = deque()
+        self._max_in_flight = 1 if is_async else 0
 
     # Taking requests in
 
@@ -207,20 +212,20 @@ class Engine:
     # Working
 
     def step(self) -> list[CompletionDelta]:
-        """One pass of the scheduler and one forward pass; what it added to each sample.
+        """One pass of the scheduler and one forward pass; what that, or the pass before, added to each sample.
 
-        If the forward pass raises, the cache is rebuilt and all running requests are computed again by later steps; if
-        the next one fails too, EngineDeadError.
+        Synchronously, the tokens are those of this pass. Asynchronously this pass is started first and the tokens of
+        the one before are taken in while it runs. If a forward pass raises, the cache is rebuilt and all running
+        requests are computed again by later steps; if the next one fails too, EngineDeadError.
         """
-        batch = self.scheduler.schedule()
-        if not batch.rows:
+        try:
+            batch = self._launch()
+            if batch is not None and len(self._in_flight) <= self._max_in_flight:
+                return []
+            return self._collect()
+        except Exception as error:
+            self._recover(error)
             return []
-        tokens = self._run(batch)
-        if tokens is None:
-            return []
-        updated = self.scheduler.update(batch, tokens.token_ids)
-        deltas = [self._deliver(request, tokens, index) for index, request in updated]
-        return [delta for delta in deltas if delta is not None]
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything to do."""
@@ -237,6 +242,7 @@ class Engine:
             num_blocks_usable=pool.num_usable,
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_wasted_rows=self.scheduler.num_wasted_rows,
             num_steps=self.slots.num_steps,
             num_failed_steps=self._num_failed_steps,
         )
@@ -251,6 +257,7 @@ class Engine:
 
     def close(self) -> None:
         """Aborts everything and gives the device memory back to JAX's pool in this process."""
+        self._in_flight.clear()
         self.abort(list(self._groups))
         self._manager.pool.check()
         self.runner.close()
@@ -320,20 +327,30 @@ class Engine:
 
     # Details of step
 
-    def _run(self, batch: ScheduledBatch) -> HostTokens | None:
+    def _launch(self) -> ScheduledBatch | None:
+        """Schedules and starts a step; None if there is nothing to compute before tokens in flight arrive."""
+        batch = self.scheduler.schedule()
+        if not batch.rows:
+            return None
         now_s = time.monotonic()
         for row in batch.rows:
             if row.request.first_scheduled_time_s is None:
                 row.request.first_scheduled_time_s = now_s
         self._num_scheduled_tokens = batch.num_tokens
         self.slots.add(self._manager.usage())
-        try:
-            tokens = self.runner.run(batch, self._manager)
-        except Exception as error:
-            self._recover(error)
-            return None
+        self._in_flight.append((batch, self.runner.launch(batch, self._manager)))
+        return batch
+
+    def _collect(self) -> list[CompletionDelta]:
+        """Takes in the tokens of the oldest step in flight."""
+        if not self._in_flight:
+            return []
+        batch, launched = self._in_flight.popleft()
+        tokens = self.runner.fetch(launched)
         self._is_recovering = False
-        return tokens
+        updated = self.scheduler.update(batch, tokens.token_ids)
+        deltas = [self._deliver(request, tokens, index) for index, request in updated]
+        return [delta for delta in deltas if delta is not None]
 
     def _recover(self, error: Exception) -> None:
         """The donated cache may be gone: a new one, and every running request from its first token."""
@@ -342,8 +359,9 @@ class Engine:
             raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
         logger.exception("a step failed; %d running requests are computed again", len(self.scheduler.running))
         self._is_recovering = True
+        self._in_flight.clear()
         self.scheduler.preempt_all()
-        self.runner.reset_cache()
+        self.runner.reset()
 
     def _deliver(self, request: Request, tokens: HostTokens, index: int) -> CompletionDelta | None:
         """Takes row index's new token into its sample; the delta, unless nobody wants it yet."""

@@ -52,6 +52,7 @@ class LLM:
         enable_prefix_caching: bool = False,
         tensor_parallel_size: int = 1,
         load_format: str = "auto",
+        async_scheduling: bool | None = None,
         max_logprobs: int = 20,
         compilation_cache_dir: str | None = None,
         show_progress: bool = True,
@@ -69,6 +70,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             tensor_parallel_size=tensor_parallel_size,
             load_format=load_format,
+            async_scheduling=async_scheduling,
             max_logprobs=max_logprobs,
             compilation_cache_dir=compilation_cache_dir,
         )

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from pallas_kernels.paged_attention.api import default_backend
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
@@ -55,10 +56,18 @@ class HostTokens(NamedTuple):
     top_logprobs: np.ndarray | None
 
 
+class Launched(NamedTuple):
+    """A step in flight."""
+
+    token_ids: jax.Array  # int32 [max_rows]
+    details: sampler.SampledTokens | None  # when somebody wants log-probabilities
+
+
 class ModelRunner:
     """Runs scheduled batches. The cache is donated to each step and replaced by what the step returns.
 
-    After a step that raised, the cache may be gone: call reset_cache() and compute everything again.
+    launch() returns as soon as the step is on its way; its tokens stay on the device and feed the next launch, fetch()
+    brings them to the host. After a step that raised, the cache may be gone: call reset() and compute everything again.
     """
 
     def __init__(
@@ -76,26 +85,32 @@ class ModelRunner:
         self.params = params
         self.shapes = list(shapes)
         self.num_blocks = num_blocks
+        self.max_rows = max(shape.num_rows for shape in shapes)
+        self.attention_backend = default_backend()
         self._graphdef = graphdef
         self._cache_args = (spec, num_blocks, block_size, dtype)
         self._max_logprobs = max_logprobs
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self.cache = kv_cache.allocate(*self._cache_args)
+        self.reset()
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits."""
         shape = self.shapes[0]
-        run = functools.partial(step.forward, graphdef=self._graphdef, shape=shape)
-        cache = kv_cache.abstract_cache(*self._cache_args)
-        output, _ = jax.eval_shape(run, step.abstract(self.params), cache, step.abstract_inputs(shape))
+        run = functools.partial(step.forward, graphdef=self._graphdef, shape=shape, backend=self.attention_backend)
+        previous = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)
+        output, _ = jax.eval_shape(run, *self._abstract(), step.abstract_inputs(shape), previous)
         return output.logits.shape[1]
+
+    def _abstract(self) -> tuple[Params, kv_cache.KVCache]:
+        return step.abstract(self.params), kv_cache.abstract_cache(*self._cache_args)
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""
-        abstract = (step.abstract(self.params), kv_cache.abstract_cache(*self._cache_args))
+        compile_shape = functools.partial(step.compile_forward, self._graphdef, *self._abstract())
         jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
-            shape: functools.partial(step.compile_forward, self._graphdef, *abstract, shape) for shape in self.shapes
+            shape: functools.partial(compile_shape, shape, self.max_rows, self.attention_backend)
+            for shape in self.shapes
         }
         for num_rows in sorted({shape.num_rows for shape in self.shapes}):
             for has_logprobs in (False, True):
@@ -106,35 +121,51 @@ class ModelRunner:
         """What the compiler says each compiled step takes, by shape."""
         return {shape: self._compiled[shape].memory_analysis() for shape in self.shapes}
 
-    def run(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> HostTokens:
-        """One forward pass and one token for every row. Blocks until the tokens are on the host."""
+    def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
+        """Starts one forward pass that gives a token for every row; does not wait for it."""
         shape = choose_shape(self.shapes, batch.num_tokens, len(batch.rows))
         packed = batches.pack(batch, shape, manager)
-        output, self.cache = self._compiled[shape](self.params, self.cache, packed)
-        if not batches.needs_sampler(batch.rows):
-            return HostTokens(np.asarray(output.token_ids).tolist(), None, None, None, None)
-        has_logprobs = batches.needs_logprobs(batch.rows)
-        sampled = self._compiled[shape.num_rows, has_logprobs](
-            output.logits, batches.pack_sampling(batch.rows, shape.num_rows)
-        )
-        token_ids, *details = jax.device_get(sampled)
-        return HostTokens(token_ids.tolist(), *(details if has_logprobs else [None] * 4))
+        output, self.cache = self._compiled[shape](self.params, self.cache, packed, self._previous)
+        launched = Launched(output.token_ids, None)
+        if batches.needs_sampler(batch.rows):
+            has_logprobs = batches.needs_logprobs(batch.rows)
+            params = batches.pack_sampling(batch.rows, shape.num_rows)
+            sampled = self._compiled[shape.num_rows, has_logprobs](output.logits, params)
+            launched = Launched(sampled.token_ids, sampled if has_logprobs else None)
+        self._previous = launched.token_ids
+        for array in launched.details or launched[:1]:
+            array.copy_to_host_async()
+        return launched
 
-    def reset_cache(self) -> None:
-        """A new cache of zeros, whatever became of the old one."""
-        del self.cache  # first, so that both need not fit
+    def fetch(self, launched: Launched) -> HostTokens:
+        """Waits for a step's tokens. Raises what the step raised."""
+        token_ids = np.asarray(launched.token_ids).tolist()
+        details = jax.device_get(launched.details) if launched.details else (None,) * 5
+        return HostTokens._make([token_ids, *details[1:]])
+
+    def reset(self) -> None:
+        """A new cache of zeros, whatever became of the old one, and no step before the next one."""
+        self.cache: kv_cache.KVCache | None = None  # first, so that both need not fit
         self.cache = kv_cache.allocate(*self._cache_args)
+        self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
     def close(self) -> None:
         """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
-        del self.params, self.cache
+        self.params, self.cache = {}, None
         self._compiled.clear()
 
     def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> jax.stages.Compiled:
         num_top = min(self._max_logprobs, self.vocab_size) if has_logprobs else None
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         packed = jax.ShapeDtypeStruct((num_rows, batches.NUM_SAMPLING_INTS), jnp.int32)
-        return jax.jit(functools.partial(sampler.sample, num_top=num_top)).lower(logits, packed).compile()
+        run = functools.partial(sample_padded, num_top=num_top, max_rows=self.max_rows)
+        return jax.jit(run).lower(logits, packed).compile()
+
+
+def sample_padded(logits: jax.Array, packed: jax.Array, *, num_top: int | None, max_rows: int) -> sampler.SampledTokens:
+    """sampler.sample, its token_ids padded to the one length that every step takes them in."""
+    tokens = sampler.sample(logits, packed, num_top=num_top)
+    return tokens._replace(token_ids=step.pad_rows(tokens.token_ids, max_rows))
 
 
 def compile_all(

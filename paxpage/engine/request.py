@@ -2,15 +2,17 @@
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from paxpage.engine.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. A preempted one is waiting again."""
+    """Where a request is. A preempted one is waiting again; an ending one waits only for its last token to arrive."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    ENDING = "ending"
     FINISHED = "finished"
 
 
@@ -27,8 +29,9 @@ class Request:
     """A sequence of tokens and how far the cache has caught up with it.
 
     There is no prefill phase: num_computed_tokens (tokens whose keys and values are in the cache, or will be when the
-    step in flight ends) catches up with num_tokens, and a step that reaches it samples the next token. Preemption
-    sets it back to 0. Only the scheduler mutates a request.
+    steps in flight end) catches up with num_tokens, and a step that reaches it samples the next token. Preemption
+    sets it back to 0. num_pending_tokens have been sampled by steps in flight: they count, but the host does not know
+    them yet. Only the scheduler mutates a request.
 
     max_tokens is the resolved limit of new tokens (the context length included), seed the resolved 64-bit seed,
     eos_token_ids the model's own ends of sequence.
@@ -37,7 +40,8 @@ class Request:
     __slots__ = (
         *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
         *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
-        *("num_computed_tokens", "num_preemptions", "finish_reason", "stop_reason"),
+        *("num_computed_tokens", "num_pending_tokens", "batch_index", "num_preemptions", "finish_reason"),
+        *("stop_reason", "packed_params"),
     )
 
     def __init__(
@@ -67,24 +71,37 @@ class Request:
         self.row = -1  # its row of the block tables while running
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.batch_index = -1  # its row in the last batch that it was part of
+        self.packed_params: Any = None  # the batch builder's, made once
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens that the host knows."""
         return len(self.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far, those in flight included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose keys and values are not in the cache yet; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_last_token_pending(self) -> bool:
+        """Whether the steps in flight bring all the tokens that the request may still have."""
+        return self.num_output_tokens + self.num_pending_tokens >= self.max_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

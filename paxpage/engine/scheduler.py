@@ -4,6 +4,10 @@ Requests are served in order of arrival (or of priority, then arrival). Each ste
 first; what is left of the token budget goes to waiting ones. When blocks run out, the newest running request is
 preempted: its blocks go back and it is computed again later, from the head of the queue. The oldest can always run,
 since a request that the whole pool could not hold is refused on arrival, so there is no livelock.
+
+schedule() may be called again before update() has brought the last batch's tokens (asynchronous scheduling): a decoding
+request then goes on with a token that only the device knows. Steps run in order on the device, so blocks that are
+released while a step is in flight may be given to the next one.
 """
 
 import bisect
@@ -25,6 +29,9 @@ class ScheduledRow(NamedTuple):
     start: int
     num_tokens: int
     is_sampled: bool  # the row reaches the request's last token, so its logits give the next one
+    previous_index: int = (
+        -1
+    )  # row of the batch before whose sampled token is this row's only one; -1: the host knows all
 
 
 class ScheduledBatch(NamedTuple):
@@ -47,7 +54,9 @@ class Scheduler:
         self.manager = manager
         self.waiting: list[Request] = []  # both lists are sorted by _rank
         self.running: list[Request] = []
+        self.ending: list[Request] = []
         self.num_preemptions = 0
+        self.num_wasted_rows = 0  # computed for a request that had ended, unknown to the host, one step before
         self._num_arrivals = 0
 
     def add(self, request: Request) -> None:
@@ -58,11 +67,12 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self._rank)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether anybody is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether any request still lacks a token."""
+        return bool(self.waiting or self.running or self.ending)
 
     def schedule(self) -> ScheduledBatch:
         """Chooses the next step, allocates its blocks, and counts its tokens as computed."""
+        self._release_ending()
         batch = ScheduledBatch([], [])
         budget = self._schedule_running(batch)
         if not batch.preempted:
@@ -76,11 +86,15 @@ class Scheduler:
         """
         updated = []
         for index, row in enumerate(batch.rows):
-            if row.is_sampled and row.request.status is RequestStatus.RUNNING:
-                reason = row.request.append(token_ids[index])
+            request = row.request
+            if request.status is RequestStatus.FINISHED:
+                self.num_wasted_rows += 1
+            elif row.is_sampled:
+                request.num_pending_tokens -= 1
+                reason = request.append(token_ids[index])
                 if reason is not None:
-                    self.finish(row.request, reason)
-                updated.append((index, row.request))
+                    self.finish(request, reason)
+                updated.append((index, request))
         return updated
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -90,12 +104,21 @@ class Scheduler:
         request.finish_reason = reason
 
     def preempt_all(self) -> None:
-        """Sets every running request back to the queue, for when the cache's contents are lost."""
-        for request in self.running[::-1]:
+        """Sets every unfinished request back to the queue, for when the cache and the tokens in flight are lost."""
+        for request in self.running[::-1] + self.ending[::-1]:
             self._preempt(request)
+        for request in self.waiting:
+            request.num_pending_tokens = 0
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.sequence_number)
+
+    def _release_ending(self) -> None:
+        """Requests that will end by length with the step in flight give their blocks to the one being scheduled."""
+        for request in [request for request in self.running if request.is_last_token_pending]:
+            self._remove(request)
+            request.status = RequestStatus.ENDING
+            self.ending.append(request)
 
     def _schedule_running(self, batch: ScheduledBatch) -> int:
         """Rows for running requests, oldest first; returns what is left of the token budget."""
@@ -154,7 +177,12 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
         is_sampled = request.num_computed_tokens == request.num_tokens
-        batch.rows.append(ScheduledRow(request, start, num_tokens, is_sampled))
+        is_known = request.num_computed_tokens <= request.num_known_tokens
+        assert is_known or (num_tokens == 1 and start == request.num_known_tokens), request.request_id
+        previous_index = -1 if is_known else request.batch_index
+        batch.rows.append(ScheduledRow(request, start, num_tokens, is_sampled, previous_index))
+        request.batch_index = len(batch.rows) - 1
+        request.num_pending_tokens += is_sampled
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)
@@ -175,3 +203,5 @@ class Scheduler:
             self.manager.release(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+        elif request.status is RequestStatus.ENDING:
+            self.ending.remove(request)

@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import kv_cache_write, paged_attention
-from pallas_kernels.paged_attention.api import default_backend
 from paxpage.engine.batch import StepInputs, StepShape, unpack
 from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import greedy
@@ -19,16 +18,17 @@ from paxpage.models.registry import Params, merge
 class StepOutput(NamedTuple):
     """What one forward pass gives."""
 
-    token_ids: Int[Array, " num_rows"]  # the most likely token of each row
+    token_ids: Int[Array, " max_rows"]  # the most likely token of each row, padded to one length for every shape
     logits: Float[Array, "num_rows vocab_size"]  # float32
 
 
 class PagedAttend:
     """models.protocol.Attend over a KVCache, for the time of one trace: holds the cache as it is updated."""
 
-    def __init__(self, cache: KVCache, inputs: StepInputs) -> None:
+    def __init__(self, cache: KVCache, inputs: StepInputs, backend: str | None) -> None:
         self.cache = cache
         self._inputs = inputs
+        self._backend = backend
 
     def __call__(
         self,
@@ -39,25 +39,46 @@ class PagedAttend:
         scale: float | None = None,
     ) -> Float[Array, "num_tokens num_heads head_dim"]:
         """Writes k and v to this step's slots, then attends over each row's blocks."""
-        inputs = self._inputs
-        self.cache = KVCache(*kv_cache_write(*self.cache, k, v, inputs.slot_mapping, layer=layer))
-        return paged_attention(
-            q, *self.cache, inputs.block_tables, inputs.seq_lens, inputs.query_start_loc, layer=layer, scale=scale
-        )
+        inputs, backend = self._inputs, self._backend
+        cache = kv_cache_write(*self.cache, k, v, inputs.slot_mapping, layer=layer, backend=backend)
+        self.cache = KVCache(*cache)
+        rows = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
+        return paged_attention(q, *self.cache, *rows, layer=layer, scale=scale, backend=backend)
 
 
 def forward(
-    params: Params, cache: KVCache, packed: Int[Array, " num_ints"], *, graphdef: nnx.GraphDef, shape: StepShape
+    params: Params,
+    cache: KVCache,
+    packed: Int[Array, " num_ints"],
+    previous: Int[Array, " max_rows"],
+    *,
+    graphdef: nnx.GraphDef,
+    shape: StepShape,
+    backend: str | None,
 ) -> tuple[StepOutput, KVCache]:
-    """One step over batch.pack's array. Jit it with graphdef and shape static and cache donated."""
+    """One step over batch.pack's array.
+
+    previous: the tokens that the step before sampled, for rows whose token the host did not know when it packed them.
+    Jit it with the keyword arguments static and cache donated.
+    """
     inputs = unpack(packed, shape)
-    attend = PagedAttend(cache, inputs)
+    attend = PagedAttend(cache, inputs, backend)
     model = merge(graphdef, params)
-    hidden = model(inputs.token_ids, inputs.positions, attend)
+    hidden = model(resolve(inputs.token_ids, previous), inputs.positions, attend)
     if not shape.is_decode:
         hidden = hidden[inputs.logits_indices]
     logits = model.compute_logits(hidden).astype(jnp.float32)
-    return StepOutput(greedy(logits), logits), attend.cache
+    return StepOutput(pad_rows(greedy(logits), len(previous)), logits), attend.cache
+
+
+def resolve(token_ids: Int[Array, " num_tokens"], previous: Int[Array, " max_rows"]) -> Int[Array, " num_tokens"]:
+    """Puts the token of row i of the step before in the place of -1 - i."""
+    return jnp.where(token_ids < 0, previous.at[-1 - token_ids].get(mode="clip"), token_ids)
+
+
+def pad_rows(token_ids: Int[Array, " num_rows"], max_rows: int) -> Int[Array, " max_rows"]:
+    """Zeros up to max_rows."""
+    return jnp.pad(token_ids, (0, max_rows - token_ids.shape[0]))
 
 
 def abstract_inputs(shape: StepShape) -> jax.ShapeDtypeStruct:
@@ -70,10 +91,13 @@ def abstract(params: Params) -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
 
-def compile_forward(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape: StepShape) -> jax.stages.Compiled:
+def compile_forward(
+    graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape: StepShape, max_rows: int, backend: str | None = None
+) -> jax.stages.Compiled:
     """Compiles forward for one shape; params and cache are abstract. The cache argument is donated."""
-    run = functools.partial(forward, graphdef=graphdef, shape=shape)
-    return jax.jit(run, donate_argnums=1).lower(params, cache, abstract_inputs(shape)).compile()
+    run = functools.partial(forward, graphdef=graphdef, shape=shape, backend=backend)
+    previous = jax.ShapeDtypeStruct((max_rows,), jnp.int32)
+    return jax.jit(run, donate_argnums=1).lower(params, cache, abstract_inputs(shape), previous).compile()
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
@@ -81,8 +105,3 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     stats = compiled.memory_analysis()
     assert stats is not None, "this platform's compiler gives no memory analysis"
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-
-
-def attention_backend() -> str:
-    """Which backend of pallas_kernels serves attention here."""
-    return default_backend()
