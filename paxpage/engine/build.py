@@ -84,11 +84,12 @@ def start_up_line(engine: Engine) -> str:
     """What was built, in one line: blocks, tokens, and how many full-length requests fit."""
     runner, stats = engine.runner, engine.stats()
     num_tokens = stats.num_blocks_usable * engine.config.block_size
-    num_bytes = runner.cache.k.nbytes + runner.cache.v.nbytes
+    cache = runner.cache
+    assert cache is not None
     return (
         f"{engine.model_name}: {registry.num_bytes(runner.params) / 2**20:,.0f} MiB of weights; KV cache of "
-        f"{stats.num_blocks_usable:,} blocks of {engine.config.block_size} tokens in {runner.cache.k.dtype} "
-        f"({num_bytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} requests "
+        f"{stats.num_blocks_usable:,} blocks of {engine.config.block_size} tokens in {cache.k.dtype} "
+        f"({2 * cache.k.nbytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} requests "
         f"of the full {engine.max_model_len:,}; attention backend {runner.attention_backend}"
     )
 

@@ -91,6 +91,8 @@ class ModelRunner:
         self._cache_args = (spec, num_blocks, block_size, dtype)
         self._max_logprobs = max_logprobs
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self.cache: kv_cache.KVCache | None = None
+        self._previous: jax.Array | None = None  # the tokens of the last step launched
         self.reset()
 
     @functools.cached_property
@@ -145,7 +147,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
-        self.cache: kv_cache.KVCache | None = None  # first, so that both need not fit
+        self.cache = None  # first, so that both need not fit
         self.cache = kv_cache.allocate(*self._cache_args)
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
