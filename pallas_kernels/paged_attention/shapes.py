@@ -63,13 +63,13 @@ HEAD_LAYOUTS = (
     HeadLayout(9, 3, 64),
     HeadLayout(14, 2, 64),
     HeadLayout(32, 8, 128),
+    HeadLayout(8, 1, 256),
     HeadLayout(5, 1, 80),
     HeadLayout(6, 2, 96),
-    HeadLayout(8, 1, 256),
     HeadLayout(4, 4, 16),
     HeadLayout(7, 7, 40),
 )
-BLOCK_SIZES = (8, 16, 32, 64, 128)
+BLOCK_SIZES = (16, 16, 16, 16, 8, 32, 64, 128)  # of each layout: together all that are supported
 BORDER_LENGTHS = (1, 15, 16, 17, 33, 130)  # around the borders of 16-token blocks, and past a chunk of 128 keys
 
 
@@ -86,18 +86,15 @@ STEP_KINDS = {
 }
 
 
-def contract(layouts: tuple[HeadLayout, ...], block_sizes: tuple[int, ...]) -> tuple[AttentionShape, ...]:
-    """Every kind of step for every layout and block size."""
-    return tuple(
+def _contract(layout: HeadLayout, block_size: int) -> list[AttentionShape]:
+    return [
         AttentionShape(f"{kind}-{layout.name}-block{block_size}", *layout, block_size, rows)
-        for layout in layouts
-        for block_size in block_sizes
         for kind, rows in STEP_KINDS.items()
-    )
+    ]
 
 
-# All layouts at the default block size, then the other block sizes at one layout.
-CONTRACT = contract(HEAD_LAYOUTS, (16,)) + contract(HEAD_LAYOUTS[:1], tuple(size for size in BLOCK_SIZES if size != 16))
+# Every kind of step for every layout, each at a block size of its own: a shape is a compilation for every backend.
+CONTRACT = tuple(shape for pair in zip(HEAD_LAYOUTS, BLOCK_SIZES, strict=True) for shape in _contract(*pair))
 
 _LLAMA_8B = HeadLayout(32, 8, 128)
 _SMOLLM2_135M = HeadLayout(9, 3, 64)

@@ -36,8 +36,7 @@ def paged_attention(
     geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
     config = decode_config(geometry, num_rows, blocks_per_row * block_size)
     is_decode = num_tokens == num_rows
-    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) if is_decode else query_start_loc
-    arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, starts, q, k_cache, v_cache)
+    arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
     if is_decode:
         return decode(arrays, None, geometry, config, scale, interpret)
     out = decode(arrays, jnp.zeros_like(q), geometry, config, scale, interpret)

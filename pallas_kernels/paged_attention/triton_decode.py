@@ -43,7 +43,7 @@ def decode(
     num_rows, num_tokens = arrays.seq_lens.shape[0], arrays.q.shape[0]
     call = functools.partial(
         pl.pallas_call,
-        functools.partial(_decode_program, geometry=geometry, config=config, scale=scale),
+        functools.partial(_decode_program, geometry=geometry, config=config, scale=scale, has_starts=out is not None),
         grid=(num_rows * geometry.num_kv_heads, config.num_splits),
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
@@ -65,10 +65,12 @@ def tile_rows_of(geometry: Geometry) -> int:
     return max(MIN_DOT, next_power_of_2(geometry.group))
 
 
-def _decode_program(*refs: Ref, geometry: Geometry, config: DecodeConfig, scale: float) -> None:
+def _decode_program(*refs: Ref, geometry: Geometry, config: DecodeConfig, scale: float, has_starts: bool) -> None:
     inputs = Refs(*refs[:NUM_INPUTS])
     outputs = refs[-3:] if config.num_splits > 1 else refs[-1:]  # between them, if anything, the aliased output
-    tile = _decode_tile(inputs, geometry)
+    row, head = pl.program_id(0) // geometry.num_kv_heads, pl.program_id(0) % geometry.num_kv_heads
+    first, num_queries = _queries_of(inputs, row, geometry) if has_starts else (row, jnp.int32(1))
+    tile = _decode_tile(inputs, row, head, (first, num_queries), geometry)
     num_tiles = cdiv(tile.num_keys, config.tile_keys)
     per_split = cdiv(num_tiles, config.num_splits)
     first = pl.program_id(1) * per_split
@@ -77,29 +79,30 @@ def _decode_program(*refs: Ref, geometry: Geometry, config: DecodeConfig, scale:
     state = empty_softmax(tile_rows_of(geometry), geometry.padded_dim)
     state = attend_tiles(work, first, end, state, is_masked=True)
     if config.num_splits == 1:
-        _store_output(inputs, outputs[0], tile, geometry, state)
+        _store_output(outputs[0], tile, num_queries, geometry, state)
     else:
         _store_partial(outputs, tile, geometry, state)
 
 
-def _decode_tile(refs: Refs, geometry: Geometry) -> Tile:
-    program = pl.program_id(0)
-    row, head = program // geometry.num_kv_heads, program % geometry.num_kv_heads
+def _queries_of(refs: Refs, row: Array, geometry: Geometry) -> tuple[Array, Array]:
+    """The row's first token and number of queries; 0 queries if they are not for this kernel."""
     first, end = plt.load(refs.starts.at[row]), plt.load(refs.starts.at[row + 1])
+    return first, jnp.where(end - first <= decode_queries(geometry), end - first, 0)
+
+
+def _decode_tile(refs: Refs, row: Array, head: Array, queries: tuple[Array, Array], geometry: Geometry) -> Tile:
+    first, num_queries = queries
     seq_len = plt.load(refs.seq_lens.at[row])
-    num_queries = end - first
-    is_mine = (num_queries > 0) & (num_queries <= decode_queries(geometry))
     pairs = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32)
     query = jnp.minimum(pairs // geometry.group, jnp.maximum(num_queries - 1, 0))
     tokens = jnp.minimum(first + query, refs.q.shape[0] - 1)
     heads = head * geometry.group + pairs % geometry.group
-    return Tile(row, head, jnp.where(is_mine, seq_len, 0), tokens, heads, seq_len - num_queries + query)
+    num_keys = jnp.where(num_queries > 0, seq_len, 0)
+    return Tile(row, head, num_keys, tokens, heads, seq_len - num_queries + query)
 
 
-def _store_output(refs: Refs, out_ref: Ref, tile: Tile, geometry: Geometry, state: Softmax) -> None:
-    num_queries = plt.load(refs.starts.at[tile.row + 1]) - plt.load(refs.starts.at[tile.row])
-    num_pairs = jnp.where(num_queries <= decode_queries(geometry), num_queries * geometry.group, 0)
-    is_pair = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32) < num_pairs
+def _store_output(out_ref: Ref, tile: Tile, num_queries: Array, geometry: Geometry, state: Softmax) -> None:
+    is_pair = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32) < num_queries * geometry.group
     store_pairs(out_ref, tile, geometry, is_pair, normalise(state))
 
 

@@ -89,8 +89,8 @@ def start_up_line(engine: Engine) -> str:
     return (
         f"{engine.model_name}: {registry.num_bytes(runner.params) / 2**20:,.0f} MiB of weights; KV cache of "
         f"{stats.num_blocks_usable:,} blocks of {engine.config.block_size} tokens in {cache.k.dtype} "
-        f"({2 * cache.k.nbytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} requests "
-        f"of the full {engine.max_model_len:,}; attention backend {runner.attention_backend}"
+        f"({2 * cache.k.nbytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} "
+        f"requests of the full {engine.max_model_len:,}; attention backend {runner.attention_backend}"
     )
 
 
