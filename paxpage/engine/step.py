@@ -14,7 +14,6 @@ from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import greedy
 from paxpage.models.registry import Params, merge
 
-
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
 # cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
