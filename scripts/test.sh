@@ -10,6 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/venv.sh"
 
 ensure_venv serve,test
+ensure_cuda_compiler
 cd "$root"
 if [ $# -eq 0 ]; then
   say "checking format, lint and types"

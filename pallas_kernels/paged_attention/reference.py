@@ -44,7 +44,7 @@ def ragged_positions(
 ) -> tuple[Int[Array, " num_tokens"], Int[Array, " num_tokens"]]:
     """Each token's row and position in its sequence; padding tokens get some row and position -1."""
     tokens = jnp.arange(num_tokens)
-    rows = jnp.searchsorted(query_start_loc, tokens, side="right") - 1
+    rows = jnp.searchsorted(query_start_loc, tokens, side="right", method="compare_all") - 1
     is_padding = tokens >= query_start_loc[-1]
     rows = jnp.clip(rows, 0, seq_lens.shape[0] - 1)
     positions = seq_lens[rows] - query_start_loc[rows + 1] + tokens

@@ -63,7 +63,7 @@ def cut_tiles(
     # A row of more than most_decode queries has at most one tile that is not full.
     most_tiles = min(num_tokens // queries + num_rows, num_tokens // (most_decode + 1) + 1)
     tiles = jnp.arange(most_tiles, dtype=jnp.int32)[::-1]
-    rows = jnp.searchsorted(first_tile, tiles, side="right").astype(jnp.int32) - 1
+    rows = jnp.searchsorted(first_tile, tiles, side="right", method="compare_all").astype(jnp.int32) - 1
     clipped = jnp.clip(rows, 0, num_rows - 1)
     tokens = starts[clipped] + (tiles - first_tile[clipped]) * queries
     return jnp.where(tiles < first_tile[-1], rows, -1), tokens

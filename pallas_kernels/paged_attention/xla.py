@@ -82,7 +82,7 @@ def _cut_ragged(
     tiles = jnp.arange(min(num_tokens, num_tokens // TILE_QUERIES + num_rows))
     tiles_of_row = (jnp.diff(query_start_loc) + TILE_QUERIES - 1) // TILE_QUERIES
     first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles_of_row)])
-    rows = jnp.clip(jnp.searchsorted(first_tile, tiles, side="right") - 1, 0, num_rows - 1)
+    rows = jnp.clip(jnp.searchsorted(first_tile, tiles, side="right", method="compare_all") - 1, 0, num_rows - 1)
     tile_in_row = tiles - first_tile[rows]
     tokens = (query_start_loc[rows] + tile_in_row * TILE_QUERIES)[:, None] + jnp.arange(TILE_QUERIES)
     ends = query_start_loc[rows + 1][:, None]

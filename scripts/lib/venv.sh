@@ -2,6 +2,7 @@
 # Makes and fills .venv at the root of the repository. Sourced by the scripts beside it; changes nothing by itself.
 #
 #   ensure_venv EXTRAS    EXTRAS: comma-separated extras of pyproject.toml. Afterwards $venv_python has them.
+#   ensure_cuda_compiler  Afterwards $cuda_compiler has the wheels that compile for an NVIDIA GPU.
 #   hint_gpu              One line if there is an NVIDIA GPU that this .venv cannot use.
 #
 # Environment: PYTHON, an interpreter to make .venv with; PAXPAGE_EXTRAS, further extras (cuda12 or cuda13 for a GPU).
@@ -9,6 +10,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 venv=$root/.venv
 venv_python=$venv/bin/python
+cuda_compiler=$venv/cuda-compiler
 stamp=$venv/paxpage-installed # what was installed last: a checksum, then the extras, one a line
 known_extras="cuda12 cuda13 serve test"
 
@@ -91,6 +93,15 @@ ensure_venv() {
   rm -f "$stamp"
   install "$extras"
   echo "$wanted" >"$stamp"
+}
+
+# What compiling for a GPU takes, beside the environment, not in it: with the plugin in it every jax would look for a GPU.
+ensure_cuda_compiler() {
+  [ -e "$cuda_compiler/installed" ] && return
+  say "installing the CUDA compiler (to compile GPU steps without a GPU)"
+  rm -rf "$cuda_compiler"
+  pip_install --no-deps --target "$cuda_compiler" jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+  touch "$cuda_compiler/installed"
 }
 
 hint_gpu() {

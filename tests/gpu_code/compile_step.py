@@ -1,0 +1,88 @@
+"""Compiles one step for an H200 on a machine without a GPU; prints what the compiler made of it as one JSON line.
+
+Run as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH: XLA reads its flags once, and the
+CUDA plugin must not be seen by the other tests.
+
+    python compile_step.py NUM_LAYERS NUM_TOKENS NUM_ROWS
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import warnings
+
+DUMP = tempfile.mkdtemp()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from paxpage.config import ModelConfig
+from paxpage.engine import kv_cache, step
+from paxpage.engine.batch import StepShape
+from paxpage.models import registry
+from tests.gpu_code.h200 import target_config
+from tests.gpu_code.lowering import as_h200
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_ROWS, BLOCKS_PER_ROW = 4000, 16, 256, 272
+
+
+def llama8b(num_layers: int) -> ModelConfig:
+    """Llama-3-8B's shape, with fewer layers."""
+    return ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, num_layers, 32, 8, 128, 8192, rope_theta=5e5)
+
+
+def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Compiled, int]:
+    """The compiled step, and the bytes of its cache."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x1")
+    sharding = SingleDeviceSharding(topology.devices[0])
+    place = functools.partial(
+        jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    )
+    model = registry.abstract_model(llama8b(num_layers), "bfloat16")
+    graphdef, params = registry.split(model)
+    cache = kv_cache.abstract_cache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, "bfloat16")
+    previous = jax.ShapeDtypeStruct((MAX_ROWS,), jnp.int32)
+    inputs = place((params, cache, step.abstract_inputs(shape), previous))
+    run = functools.partial(step.forward, graphdef=graphdef, shape=shape, backend="triton")
+    with as_h200():
+        lowered = jax.jit(run, donate_argnums=1).lower(*inputs)
+    compiled = lowered.compile(compiler_options=step.COMPILER_OPTIONS)
+    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
+
+
+def thunks(name: str) -> list[str]:
+    """Lines of a dumped thunk sequence: what the device is given to do, one entry a line, nested ones indented."""
+    (path,) = pathlib.Path(DUMP).glob(f"*jit_forward.{name}.txt")
+    return [line for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
+
+
+def main() -> None:
+    """Command line."""
+    num_layers, num_tokens, num_rows = map(int, sys.argv[1:])
+    compiled, cache_bytes = compile_for_h200(num_layers, StepShape(num_tokens, num_rows, BLOCKS_PER_ROW))
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    before, after = thunks("thunk_sequence"), thunks("thunk_sequence_after_thunk_passes")
+    result = {
+        "cache_bytes": cache_bytes,
+        "alias_bytes": stats.alias_size_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "num_kernels": sum("kCopy " not in line for line in before),
+        "num_command_buffers": sum("kCommandBuffer" in line for line in after),
+        "num_outside": sum(not line.startswith(" ") and "kCommandBuffer" not in line for line in after),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
