@@ -1,25 +1,16 @@
 """Compiles one step for an H200 on a machine without a GPU; prints what the compiler made of it as one JSON line.
 
-Run as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH: XLA reads its flags once, and the
-CUDA plugin must not be seen by the other tests.
+Run by test_deviceless.py as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH and XLA told
+to dump into FOLDER: XLA reads its flags once, and the CUDA plugin must not be seen by the other tests.
 
-    python compile_step.py NUM_LAYERS NUM_TOKENS NUM_ROWS
+    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS FOLDER
 """
 
+import functools
 import json
-import os
 import pathlib
 import re
 import sys
-import tempfile
-import warnings
-
-DUMP = tempfile.mkdtemp()
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -60,19 +51,19 @@ def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Comp
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
-def thunks(name: str) -> list[str]:
+def thunks(folder: str, name: str) -> list[str]:
     """Lines of a dumped thunk sequence: what the device is given to do, one entry a line, nested ones indented."""
-    (path,) = pathlib.Path(DUMP).glob(f"*jit_forward.{name}.txt")
+    (path,) = pathlib.Path(folder).glob(f"*jit_forward.{name}.txt")
     return [line for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
 
 
 def main() -> None:
     """Command line."""
-    num_layers, num_tokens, num_rows = map(int, sys.argv[1:])
+    num_layers, num_tokens, num_rows = map(int, sys.argv[1:4])
     compiled, cache_bytes = compile_for_h200(num_layers, StepShape(num_tokens, num_rows, BLOCKS_PER_ROW))
     stats = compiled.memory_analysis()
     assert stats is not None
-    before, after = thunks("thunk_sequence"), thunks("thunk_sequence_after_thunk_passes")
+    before, after = (thunks(sys.argv[4], f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
     result = {
         "cache_bytes": cache_bytes,
         "alias_bytes": stats.alias_size_in_bytes,
