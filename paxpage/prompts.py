@@ -16,7 +16,6 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     otherwise nothing is taken away. tokenizer: a transformers.PreTrainedTokenizerBase. Raises ValueError for a text
     that is not valid Unicode.
     """
-    require(isinstance(text, str), "prompt", text, "a string")
     _require_unicode("prompt", text)
     token_ids = list(tokenizer.encode(text))
     bos = tokenizer.bos_token

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ FLAGS_BY_GROUP = {
         Flag("max_num_batched_tokens", int, None, "tokens of one step"),
         Flag("max_num_queued_reqs", int, None, "prompts that may wait; more are answered 429. No limit if not given"),
         Flag("scheduling_policy", str, "fcfs", "fcfs or priority"),
+        Flag("async_scheduling", bool, None, "schedule a step while the one before runs; on a GPU if not given"),
         Flag("tensor_parallel_size", int, 1, "GPUs to split the model over"),
     ),
     "server": (
@@ -143,11 +145,11 @@ def make_options(values: flags.FlagValues) -> ServeOptions:
     Raises:
         ValueError: a value is out of its range.
     """
-    given = {name: values[name].value for name in values if values[name].value is not None}
+    given: dict[str, Any] = {name: values[name].value for name in values if values[name].value is not None}
     engine_fields = {field.name for field in dataclasses.fields(EngineConfig)}
     own_fields = {field.name for field in dataclasses.fields(ServeOptions)} - {"engine"}
     engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_fields})
-    own = {name: given.get(name) for name in own_fields}
+    own: dict[str, Any] = {name: given.get(name) for name in own_fields}
     own["api_key"] = given.get("api_key") or os.environ.get(API_KEY_VARIABLE) or None
     own["chat_template"] = None if own["chat_template"] is None else read_chat_template(own["chat_template"])
     return ServeOptions(engine=engine, **own)
@@ -187,16 +189,32 @@ def run(options: ServeOptions) -> int:
     set_up_logging()
     prepare_environment()
     try:
-        with bind(options.host, options.port) as bound:
-            from paxpage.server.launch import load_and_serve  # imports JAX, which reads the environment
-
-            return load_and_serve(options, bound, signals)
+        bound = bind(options.host, options.port)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return complain(f"port {options.port} of {options.host} is in use; choose another with --port", EXIT_FAILED)
-        raise
+        return complain(address_problem(options, error), EXIT_FAILED)
+    with bound:
+        return load_and_serve(options, bound, signals)
+
+
+def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
+    """Everything that needs JAX, which is imported here because it reads the environment."""
+    from paxpage.server import launch
+
+    try:
+        return launch.load_and_serve(options, bound, signals)
     except ValueError as error:
         return complain(error, EXIT_BAD_USAGE)
+    except OSError as error:  # two servers may bind one port; the second to listen learns it only then
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return complain(address_problem(options, error), EXIT_FAILED)
+
+
+def address_problem(options: ServeOptions, error: OSError) -> str:
+    """Why the server cannot listen, and what to do about it."""
+    if error.errno == errno.EADDRINUSE:
+        return f"port {options.port} of {options.host} is in use; choose another with --port"
+    return f"cannot listen on port {options.port} of {options.host}: {error.strerror}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -144,7 +144,7 @@ class LLM:
                 self._is_closed = True
                 self.engine.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(

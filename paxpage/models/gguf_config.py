@@ -11,7 +11,7 @@ from paxpage.models.generation import GenerationDefaults, eos_ids
 from paxpage.models.gguf_files import GGUFFile, dequantizer, raw_rows
 
 ROPE_FACTORS = "rope_freqs.weight"
-LLAMA3_CONTEXT = 8192  # of Llama 3 before it was stretched; only its ratio to the two frequency factors matters
+LLAMA3_CONTEXT = 8192.0  # of Llama 3 before it was stretched; only its ratio to the two frequency factors matters
 LLAMA3_LOW_HIGH = (1.0, 4.0)  # as in every published Llama 3.1 and 3.2
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING_KEYS = {
@@ -60,7 +60,9 @@ FAMILIES = {
 def family(file: GGUFFile) -> GGUFFamily:
     """Raises ValueError for an architecture that is not supported."""
     name = file.metadata.get("general.architecture", "")
-    require(isinstance(name, str) and name in FAMILIES, f"general.architecture of {file.path}", name, ", ".join(FAMILIES))
+    require(
+        isinstance(name, str) and name in FAMILIES, f"general.architecture of {file.path}", name, ", ".join(FAMILIES)
+    )
     return FAMILIES[name]
 
 
@@ -79,7 +81,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         intermediate_size=_required(file, "feed_forward_length"),
         num_layers=_required(file, "block_count"),
         num_heads=num_heads,
-        num_kv_heads=_optional(file, "attention.head_count_kv", num_heads),
+        num_kv_heads=_required(file, "attention.head_count_kv", int, num_heads),
         head_dim=_head_dim(file, hidden_size, num_heads),
         max_position_embeddings=_required(file, "context_length"),
         # float32 in the file: 9.999999747e-06 is 1e-5
@@ -118,11 +120,17 @@ def _optional(file: GGUFFile, key: str, default: Any) -> Any:
     return file.metadata.get(f"{file.metadata['general.architecture']}.{key}", default)
 
 
-def _required(file: GGUFFile, key: str, kind: type = int) -> Any:
-    value = _optional(file, key, None)
+def _required(file: GGUFFile, key: str, kind: type = int, default: Any = None) -> Any:
+    value = _optional(file, key, default)
     full_key = f"{file.metadata['general.architecture']}.{key}"
     require(isinstance(value, kind), f"{full_key} in {file.path}", value, f"one {kind.__name__}")
     return value
+
+
+def _positive(file: GGUFFile, key: str, default: float) -> float:
+    value = _optional(file, key, default)
+    require(isinstance(value, (int, float)) and value > 0, f"{key} in {file.path}", value, "a positive number")
+    return _shortest(float(value))
 
 
 def _refuse_unsupported(file: GGUFFile) -> None:
@@ -143,11 +151,10 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _head_dim(file: GGUFFile, hidden_size: int, num_heads: int) -> int:
-    head_dim = _optional(file, "attention.key_length", None)
-    if head_dim is None:
+    if _optional(file, "attention.key_length", None) is None:
         is_valid = num_heads > 0 and hidden_size % num_heads == 0
         require(is_valid, "embedding_length", hidden_size, f"a multiple of attention.head_count ({num_heads})")
-        head_dim = hidden_size // num_heads
+    head_dim = _required(file, "attention.key_length", int, hidden_size // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         require(
             _optional(file, key, head_dim) == head_dim, key, _optional(file, key, head_dim), f"head_dim, {head_dim}"
@@ -156,7 +163,7 @@ def _head_dim(file: GGUFFile, hidden_size: int, num_heads: int) -> int:
 
 
 def _rope_theta(file: GGUFFile) -> float:
-    return _shortest(_optional(file, "rope.freq_base", 10000.0))
+    return _positive(file, "rope.freq_base", 10000.0)
 
 
 def _rope_scaling(file: GGUFFile) -> RopeScaling | None:
@@ -176,7 +183,7 @@ def _rope_scaling(file: GGUFFile) -> RopeScaling | None:
     if np.all(divisors == 1):
         return None
     frequencies = _rope_theta(file) ** (-np.arange(0, head_dim, 2) / head_dim)
-    context = _optional(file, "rope.scaling.original_context_length", LLAMA3_CONTEXT)
+    context = int(_positive(file, "rope.scaling.original_context_length", LLAMA3_CONTEXT))
     num_turns = context * frequencies / (2 * math.pi)
     scaling = _fit_llama3(divisors, num_turns, context)
     is_llama3 = np.allclose(_llama3_divisors(scaling, num_turns), divisors, rtol=1e-4)

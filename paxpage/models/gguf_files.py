@@ -81,9 +81,8 @@ def open_gguf(path: str | Path) -> GGUFFile:
         metadata, table, end = _read_header(buffer)
     except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, cut short or not GGUF: its header does not end ({error})") from error
-    require(
-        metadata.get("split.count", 1) <= 1, "split.count", metadata.get("split.count"), "1 (merge the parts first)"
-    )
+    num_parts = metadata.get("split.count", 1)
+    require(isinstance(num_parts, int) and num_parts <= 1, "split.count", num_parts, "1 (merge the parts first)")
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     require(isinstance(alignment, int) and alignment > 0, "general.alignment", alignment, "a positive integer")
     start = -(-end // alignment) * alignment

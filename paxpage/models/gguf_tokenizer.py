@@ -45,6 +45,11 @@ PRE_TOKENIZERS = {
 }
 
 
+def has_tokenizer(file: GGUFFile) -> bool:
+    """Whether there is a tokenizer in the file at all: converters may leave it out."""
+    return _entry(file, "model") not in (None, "none", "no_vocab")
+
+
 def gguf_tokenizer(file: GGUFFile) -> Any:
     """The file's tokenizer as a transformers.PreTrainedTokenizerFast, chat template included.
 
@@ -52,8 +57,11 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     """
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     kind = _entry(file, "model")
-    require(isinstance(kind, str) and kind in builders, f"tokenizer.ggml.model of {file.path}", kind, ", ".join(builders))
+    require(
+        isinstance(kind, str) and kind in builders, f"tokenizer.ggml.model of {file.path}", kind, ", ".join(builders)
+    )
     _check_tables(file)
+    _check_named_tokens(file)
     try:
         tokenizer = builders[kind](file)
     except Exception as error:  # tokenizers raises bare Exception
@@ -96,10 +104,7 @@ def _entry(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 def _token(file: GGUFFile, key: str) -> str | None:
     token_id, tokens = _entry(file, key), _entry(file, "tokens")
-    if token_id is None:
-        return None
-    require(0 <= token_id < len(tokens), f"tokenizer.ggml.{key}", token_id, f"0 to {len(tokens) - 1}")
-    return tokens[token_id]
+    return None if token_id is None else tokens[token_id]
 
 
 def _check_tables(file: GGUFFile) -> None:
@@ -115,9 +120,22 @@ def _check_tables(file: GGUFFile) -> None:
         require(is_valid, f"tokenizer.ggml.{key}", table and f"{len(table)} entries", f"{len(tokens)} entries")
 
 
+def _check_named_tokens(file: GGUFFile) -> None:
+    num_tokens = len(_entry(file, "tokens"))
+    for key in NAMED_TOKENS.values():
+        token_id = _entry(file, f"{key}_token_id")
+        is_valid = token_id is None or (isinstance(token_id, int) and 0 <= token_id < num_tokens)
+        require(is_valid, f"tokenizer.ggml.{key}_token_id", token_id, f"0 to {num_tokens - 1}")
+
+
 def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
     name = _entry(file, "pre")
-    require(isinstance(name, str) and name in PRE_TOKENIZERS, f"tokenizer.ggml.pre of {file.path}", name, ", ".join(PRE_TOKENIZERS))
+    require(
+        isinstance(name, str) and name in PRE_TOKENIZERS,
+        f"tokenizer.ggml.pre of {file.path}",
+        name,
+        ", ".join(PRE_TOKENIZERS),
+    )
     return PRE_TOKENIZERS[name]
 
 

@@ -61,7 +61,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads", family.num_kv_heads) or raw["num_attention_heads"],
+        num_kv_heads=_num_kv_heads(raw, family),
         head_dim=_head_dim(raw, family),
         max_position_embeddings=_context(raw, family),
         rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
@@ -106,6 +106,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     require(set(layer_types) <= {"full_attention"}, "layer_types", layer_types, "full_attention only")
 
 
+def _num_kv_heads(raw: Mapping[str, Any], family: Family) -> int:
+    number = raw.get("num_key_value_heads", family.num_kv_heads)
+    number = raw["num_attention_heads"] if number is None else number
+    require_int("num_key_value_heads", number, 1)
+    return number
+
+
 def _context(raw: Mapping[str, Any], family: Family) -> int:
     length = raw.get("max_position_embeddings", family.max_position_embeddings)
     require_int("max_position_embeddings", length, 1)
@@ -121,6 +128,7 @@ def _positive(raw: Mapping[str, Any], key: str, default: float) -> float:
 def _head_dim(raw: Mapping[str, Any], family: Family) -> int:
     explicit = raw.get("head_dim", family.head_dim)
     if explicit is not None:
+        require_int("head_dim", explicit, 1)
         return explicit
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     is_valid = num_heads > 0 and hidden_size % num_heads == 0

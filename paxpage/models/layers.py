@@ -55,7 +55,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate x) * up x), gate and up as one matrix of 2 * intermediate_size rows, gate first (Shazeer, 2020)."""
+    """down(silu(gate x) * up x), gate and up as one matrix, gate rows first (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, dtype)

@@ -17,7 +17,7 @@ from paxpage.models.dummy import dummy_params
 from paxpage.models.generation import GenerationDefaults
 from paxpage.models.gguf_checkpoint import GGUFCheckpoint
 from paxpage.models.gguf_files import GGUFFile, open_gguf
-from paxpage.models.gguf_tokenizer import gguf_tokenizer
+from paxpage.models.gguf_tokenizer import gguf_tokenizer, has_tokenizer
 from paxpage.models.registry import Params, abstract_params, num_bytes
 from paxpage.models.safetensors_files import SafetensorsCheckpoint
 from paxpage.models.tokenizer import folder_tokenizer
@@ -102,7 +102,7 @@ def open_model(model: str, options: LoadOptions | None = None) -> ModelSource:
     require(
         options.load_format in ("auto", "dummy", kind), "load_format", options.load_format, f"auto, dummy or {kind}"
     )
-    name = model if hub.is_repository(model) and not Path(model).exists() else path.name.removesuffix(".gguf")
+    name = model if hub.is_repository(model) and not Path(model).exists() else path.resolve().name.removesuffix(".gguf")
     opened = {"gguf": _open_gguf, "orbax": _open_orbax, "safetensors": _open_hf}[kind](name, path, options)
     _check_shapes(opened, kind)
     return opened
@@ -125,11 +125,13 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     if source.options.tokenizer is not None:
         return _other_tokenizer(source.options.tokenizer, source.options)
-    return folder_tokenizer(source.path) if source.gguf is None else gguf_tokenizer(source.gguf)
+    if source.gguf is None:
+        return folder_tokenizer(source.path)
+    return gguf_tokenizer(source.gguf) if has_tokenizer(source.gguf) else None
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> str:
-    """ "auto" -> the checkpoint's own on an accelerator, float32 on a CPU (whose fastest dtype it is)."""
+    """The dtype to load in: "auto" is the checkpoint's own on a GPU, and float32, the fastest there, on a CPU."""
     if dtype != "auto":
         return dtype
     return "float32" if jax.default_backend() == "cpu" else config.dtype

@@ -49,9 +49,13 @@ def check_orbax(folder: Path, abstract: Params) -> None:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata: Any = checkpointer.metadata((folder / PARAMS_NAME).resolve()).item_metadata
-            found = {path: tuple(entry.shape) for path, entry in flatten(dict(metadata.tree)).items()}
+        tree = {} if metadata is None else dict(metadata.tree)
+        found = {path: tuple(entry.shape) for path, entry in flatten(tree).items()}
     except Exception as error:  # orbax raises what its storage layers do
-        raise ValueError(f"{folder / PARAMS_NAME} is damaged or no Orbax checkpoint: {error}") from error
+        raise ValueError(f"{folder / PARAMS_NAME} is damaged, empty or no Orbax checkpoint: {error}") from error
+    require(
+        bool(found), str(folder / PARAMS_NAME), "damaged, empty or no Orbax checkpoint", "one written by save_params"
+    )
     raise_differences({path: leaf.shape for path, leaf in flatten(abstract).items()}, found, str(folder))
 
 

@@ -45,6 +45,7 @@ class KVSpec(NamedTuple):
     head_dim: int
 
 
+@runtime_checkable
 class Attend(Protocol):
     """One step's attention over paged keys and values, bound to the cache."""
 

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's routes in front of one engine thread."""

@@ -1,0 +1,145 @@
+"""The application: routes, errors in OpenAI's shape, the API key."""
+
+import functools
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paxpage.server.chat import create_chat_completion
+from paxpage.server.completions import create_completion
+from paxpage.server.errors import ApiError, error_response
+from paxpage.server.generation import ServerContext
+from paxpage.server.http import JSON_TYPE, ClientLeftError
+from paxpage.server.responses import ModelCard, ModelList
+
+LOGGER = logging.getLogger(__name__)
+ENGINE_STOP_TIMEOUT_S = 2.0
+STATUS_CLIENT_LEFT = 499  # nobody reads it
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI:
+    """The ASGI application. Its lifespan starts and stops the engine thread of context.async_engine."""
+    app = FastAPI(title="paxpage", openapi_url=None, lifespan=functools.partial(_lifespan, context))
+    routes: dict[str, tuple[str, Handler]] = {
+        "/v1/completions": ("POST", functools.partial(create_completion, context)),
+        "/v1/chat/completions": ("POST", functools.partial(create_chat_completion, context)),
+        "/v1/models": ("GET", functools.partial(list_models, context)),
+        "/v1/models/{model_name:path}": ("GET", functools.partial(get_model, context)),
+        "/health": ("GET", functools.partial(get_health, context)),
+        "/version": ("GET", get_version),
+        "/metrics": ("GET", functools.partial(get_metrics, context)),
+    }
+    for path, (method, handler) in routes.items():
+        app.add_route(path, handler, methods=[method])
+    _add_error_handlers(app)
+    if api_key:
+        app.add_middleware(ApiKeyGuard, api_key=api_key)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(context: ServerContext, app: FastAPI) -> AsyncIterator[None]:
+    context.async_engine.start()
+    yield
+    if not await context.async_engine.stop(ENGINE_STOP_TIMEOUT_S):
+        LOGGER.warning("the engine is still in a step after %s s; leaving it", ENGINE_STOP_TIMEOUT_S)
+
+
+async def list_models(context: ServerContext, request: Request) -> Response:
+    """The one model there is."""
+    models = ModelList(object="list", data=[_model_card(context)])
+    return Response(models.to_json(), media_type=JSON_TYPE)
+
+
+async def get_model(context: ServerContext, request: Request) -> Response:
+    """The model of that name."""
+    name = request.path_params["model_name"]
+    if name != context.model_name:
+        raise ApiError(404, f"model is {name!r}; this server has {context.model_name!r}", "model")
+    return Response(_model_card(context).to_json(), media_type=JSON_TYPE)
+
+
+def _model_card(context: ServerContext) -> ModelCard:
+    return ModelCard(
+        id=context.model_name,
+        object="model",
+        created=context.created_s,
+        owned_by="paxpage",
+        max_model_len=context.max_model_len,
+    )
+
+
+async def get_health(context: ServerContext, request: Request) -> Response:
+    """200 without a body while the engine lives, else 503."""
+    return Response(status_code=503 if context.async_engine.is_dead else 200)
+
+
+async def get_version(request: Request) -> Response:
+    """The version of paxpage."""
+    try:
+        return JSONResponse({"version": version("paxpage")})
+    except PackageNotFoundError:
+        return JSONResponse({"version": "not installed"})  # run from a source folder
+
+
+async def get_metrics(context: ServerContext, request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(context.async_engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(ClientLeftError, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_fault)
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {404: f"there is no route {request.url.path}", 405: f"{request.method} is not allowed here"}
+    return error_response(ApiError(error.status_code, messages.get(error.status_code, error.detail)), error.headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=STATUS_CLIENT_LEFT)
+
+
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "a fault of the server; its log has the details"))
+
+
+class ApiKeyGuard:
+    """Lets a request through when it carries the key as a bearer token; /health is open to all."""
+
+    def __init__(self, app: ASGIApp, api_key: str):
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on or answers 401."""
+        if scope["type"] != "http" or scope["path"] == "/health" or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

@@ -1,0 +1,169 @@
+"""What completions and chat completions share: the server's context, usage, merging deltas, collecting outputs."""
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.outputs import CompletionDelta, RequestOutput
+from paxpage.server.async_engine import AsyncEngine, OutputStream, Prepared, RequestFailure, StepEngine
+from paxpage.server.errors import ApiError, from_value_error
+from paxpage.server.http import until_client_leaves
+from paxpage.server.logprobs import LogprobFormatter
+from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from paxpage.server.responses import CachedTokens, Usage
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerContext:
+    """What every route may use.
+
+    tokenizer: the model's, or None. logprobs: writes log-probabilities of its tokens.
+    defaults: sampling options of a request that names none.
+    has_priorities: whether the scheduler looks at a request's priority.
+    """
+
+    engine: StepEngine
+    async_engine: AsyncEngine
+    tokenizer: Any
+    logprobs: LogprobFormatter
+    model_name: str
+    max_model_len: int
+    max_logprobs: int
+    defaults: SamplingParams
+    has_priorities: bool
+    chat_template: str | None
+    created_s: int
+
+    def check_request(self, request: CompletionRequest | ChatCompletionRequest) -> None:
+        """Raises ApiError 404 for another model's name, ValueError for what this server does not offer."""
+        if request.model not in (None, self.model_name):
+            message = f"model is {request.model!r}; this server has {self.model_name!r}"
+            raise ApiError(404, message, "model")
+        request.check_limits(self.max_logprobs)
+        if request.priority and not self.has_priorities:
+            raise ValueError(f"priority is {request.priority}; allowed: 0 unless scheduling_policy is priority")
+
+
+def sampling_defaults(generation: Any) -> SamplingParams:
+    """Sampling options of a request that names none.
+
+    generation: the checkpoint's own defaults (paxpage.models.generation.GenerationDefaults), or None for the API's.
+
+    Raises:
+        ValueError: the checkpoint asks for something out of range.
+    """
+    if generation is None:
+        return SamplingParams()
+    if generation.repetition_penalty not in (None, 1):
+        message = "generation_config.json asks for repetition_penalty %s; that is not supported yet and left out"
+        LOGGER.warning(message, generation.repetition_penalty)
+    fields = ("temperature", "top_p", "top_k", "min_p")
+    given = {field: getattr(generation, field) for field in fields if getattr(generation, field) is not None}
+    return SamplingParams(**given)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerHead:
+    """What all chunks of one answer begin with. created is in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, request: GenerationRequest, model_name: str) -> "AnswerHead":
+        """A head with the request's own id, or a new one."""
+        return cls(f"{prefix}-{request.request_id or uuid.uuid4().hex}", int(time.time()), model_name)
+
+    def fields(self) -> dict[str, Any]:
+        """The head as keyword arguments of a response."""
+        return dataclasses.asdict(self)
+
+
+async def open_stream(
+    context: ServerContext, request: GenerationRequest, prepare: Callable[[], list[Prepared]], arrival_time_s: float
+) -> tuple[list[Prepared], OutputStream]:
+    """Prepares on a worker thread and hands over to the engine.
+
+    Raises:
+        ApiError: 400 for a value that is refused; see AsyncEngine.open for the others.
+    """
+    try:
+        prepared = await context.async_engine.prepare(prepare)
+    except ValueError as error:
+        raise from_value_error(error, type(request).model_fields) from None
+    return prepared, context.async_engine.open(prepared, arrival_time_s)
+
+
+async def collect_outputs(context: ServerContext, http_request: Request, stream: OutputStream) -> list[RequestOutput]:
+    """Waits for all outputs of a stream, in the order of its prompts, and closes it.
+
+    Raises:
+        ApiError: a request failed, or the server stopped before the first token.
+        ClientLeftError: the client left; its requests were aborted.
+    """
+    try:
+        outputs = await until_client_leaves(http_request.receive, _collect(stream))
+    finally:
+        context.async_engine.close(stream)
+    samples = [sample for output in outputs for sample in output.outputs]
+    if all(sample.finish_reason == "abort" and not sample.token_ids for sample in samples):
+        raise ApiError(503, "the server stopped before this request began", retry_after_s=1)
+    return outputs
+
+
+async def _collect(stream: OutputStream) -> list[RequestOutput]:
+    outputs = {}
+    while not stream.is_finished:
+        for event in await stream.next_events():
+            if isinstance(event, RequestFailure):
+                raise event.error
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+    return [outputs[request_id] for request_id in stream.request_ids]
+
+
+def make_usage(num_prompt_tokens: int, outputs: Iterable[RequestOutput]) -> Usage:
+    """Usage of finished requests whose prompts have num_prompt_tokens in all."""
+    outputs = list(outputs)
+    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=num_prompt_tokens + num_tokens,
+        prompt_tokens_details=CachedTokens(cached_tokens=sum(output.num_cached_tokens for output in outputs)),
+    )
+
+
+def count_prompt_tokens(prepared: Sequence[Prepared]) -> int:
+    """Tokens of all prompts of one HTTP request."""
+    return sum(len(item.prompt_token_ids) for item in prepared)
+
+
+def merge_deltas(deltas: Iterable[CompletionDelta]) -> list[CompletionDelta]:
+    """Joins what several steps added to one sample, for a reader that was slower than the engine."""
+    merged: dict[tuple[str, int], CompletionDelta] = {}
+    for delta in deltas:
+        key = (delta.request_id, delta.index)
+        merged[key] = _join(merged[key], delta) if key in merged else delta
+    return list(merged.values())
+
+
+def _join(first: CompletionDelta, second: CompletionDelta) -> CompletionDelta:
+    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    return dataclasses.replace(
+        second, text=first.text + second.text, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs
+    )
+
+
+def by_request_id(prepared: Sequence[Prepared]) -> Mapping[str, int]:
+    """The place of each prompt in its HTTP request."""
+    return {item.request_id: place for place, item in enumerate(prepared)}

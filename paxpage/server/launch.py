@@ -1,0 +1,96 @@
+"""Loads a model and serves it. Imports JAX: what JAX reads from the environment must be set before."""
+
+import functools
+import json
+import socket
+import time
+from typing import Any
+
+from paxpage.engine.build import build_engine
+from paxpage.engine.compilation import CompilationCounter
+from paxpage.engine.engine import Engine
+from paxpage.models.embedded import default_model_path
+from paxpage.server.app import create_app
+from paxpage.server.async_engine import AsyncEngine
+from paxpage.server.generation import ServerContext, sampling_defaults
+from paxpage.server.lifecycle import Lifecycle, serve
+from paxpage.server.logprobs import LogprobFormatter
+from paxpage.server.metrics import Metrics
+from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
+from paxpage.server.signals import SignalWatcher
+from paxpage.server.token_bytes import TokenBytes
+
+LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a client on this machine finds "all addresses"
+
+
+def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
+    """Everything that needs JAX; returns the exit code."""
+    engine = build_engine(
+        default_model_path() if options.model is None else options.model,
+        options.engine,
+        tokenizer=options.tokenizer,
+        served_model_name=options.served_model_name,
+    )
+    lifecycle = Lifecycle()
+    context = make_context(options, engine, lifecycle)
+    app = create_app(context, api_key=options.api_key)
+    text = ready_text(options, context, bound.getsockname()[1])
+    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(print, text, flush=True))
+    return lifecycle.exit_code
+
+
+def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) -> ServerContext:
+    """What the routes need, from the engine and the flags."""
+    compilations = CompilationCounter()
+    metrics = Metrics(
+        engine.model_name,
+        engine.max_model_len,
+        has_prefix_cache=options.engine.enable_prefix_caching,
+        count_compilations=lambda: compilations.num_compilations,
+    )
+    async_engine = AsyncEngine(
+        engine,
+        metrics,
+        max_num_seqs=engine.scheduler.config.max_num_seqs,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        on_dead=lifecycle.end_dead,
+    )
+    return ServerContext(
+        engine=engine,
+        async_engine=async_engine,
+        tokenizer=engine.tokenizer,
+        logprobs=LogprobFormatter(TokenBytes(engine.tokenizer)),
+        model_name=engine.model_name,
+        max_model_len=engine.max_model_len,
+        max_logprobs=options.engine.max_logprobs,
+        defaults=sampling_defaults(engine.generation if options.generation_config == "auto" else None),
+        has_priorities=options.engine.scheduling_policy == "priority",
+        chat_template=options.chat_template,
+        created_s=int(time.time()),
+    )
+
+
+def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:
+    """What is printed once requests are answered: the address, a command to paste, how to stop, what next."""
+    host = LOCAL_HOSTS.get(options.host, options.host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    path, body = example_request(context)
+    key = "" if options.api_key is None else f"-H 'Authorization: Bearer '${API_KEY_VARIABLE} "
+    return "\n".join(
+        (
+            f"ready at {url}",
+            f"  try it:   curl {url}{path} {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+            "  stop it:  Ctrl-C, or SIGTERM to this process",
+            "  your own: python -m paxpage.serve --model=FOLDER_OR_GGUF_OR_ORG/NAME",
+        )
+    )
+
+
+def example_request(context: ServerContext) -> tuple[str, dict[str, Any]]:
+    """A route and a body that the model can answer."""
+    if context.tokenizer is None:
+        return "/v1/completions", {"model": context.model_name, "prompt": [1, 2, 3]}
+    if context.chat_template is None and not getattr(context.tokenizer, "chat_template", None):
+        return "/v1/completions", {"model": context.model_name, "prompt": "Once upon a time"}
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    return "/v1/chat/completions", {"model": context.model_name, "messages": messages}

@@ -1,0 +1,69 @@
+"""Log-probabilities in the two shapes that the API has."""
+
+from collections.abc import Sequence
+
+from paxpage.outputs import Logprob, TokenLogprobs
+from paxpage.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from paxpage.server.token_bytes import TokenBytes, count_characters, spell
+
+MIN_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class LogprobFormatter:
+    """Writes log-probabilities of one tokenizer's tokens."""
+
+    def __init__(self, token_bytes: TokenBytes):
+        self._token_bytes = token_bytes
+
+    def completion(self, tokens: Sequence[TokenLogprobs], first_offset: int) -> CompletionLogprobs:
+        """The shape of /v1/completions.
+
+        tokens: one dict a token, the chosen token first.
+        first_offset: where the first token's text starts, in characters of the choice's text. Offsets add up the
+            characters that begin in the tokens before.
+        A part of a character is spelled "bytes:\\xe4". Two candidates with one text share an entry: the chosen or
+        the likelier one keeps it.
+        """
+        offsets = [first_offset]
+        for entries in tokens:
+            offsets.append(offsets[-1] + count_characters(self._bytes(*_chosen(entries))))
+        return CompletionLogprobs(
+            text_offset=offsets[:-1],
+            token_logprobs=[_value(_chosen(entries)[1]) for entries in tokens],
+            tokens=[spell(self._bytes(*_chosen(entries))) for entries in tokens],
+            top_logprobs=[self._by_text(entries) for entries in tokens],
+        )
+
+    def count_characters(self, tokens: Sequence[TokenLogprobs]) -> int:
+        """How much these tokens move the offset of the next."""
+        return sum(count_characters(self._bytes(*_chosen(entries))) for entries in tokens)
+
+    def chat(self, tokens: Sequence[TokenLogprobs], num_top: int) -> ChatLogprobs:
+        """The shape of /v1/chat/completions: each token with its num_top likeliest candidates, likeliest first."""
+        return ChatLogprobs(content=[self._token_logprob(entries, num_top) for entries in tokens])
+
+    def _by_text(self, entries: TokenLogprobs) -> dict[str, float]:
+        by_text: dict[str, float] = {}
+        for token_id, entry in entries.items():
+            by_text.setdefault(spell(self._bytes(token_id, entry)), _value(entry))
+        return by_text
+
+    def _token_logprob(self, entries: TokenLogprobs, num_top: int) -> TokenLogprob:
+        likeliest = sorted(entries.items(), key=lambda item: item[1].rank)[:num_top]
+        top = [self._candidate(*item) for item in likeliest]
+        return TokenLogprob(**self._candidate(*_chosen(entries)).model_dump(), top_logprobs=top)
+
+    def _candidate(self, token_id: int, entry: Logprob) -> TopLogprob:
+        data = self._bytes(token_id, entry)
+        return TopLogprob(token=data.decode(errors="replace"), logprob=_value(entry), bytes=list(data))
+
+    def _bytes(self, token_id: int, entry: Logprob) -> bytes:
+        return self._token_bytes.of(token_id, entry.decoded_token or "")
+
+
+def _chosen(entries: TokenLogprobs) -> tuple[int, Logprob]:
+    return next(iter(entries.items()))
+
+
+def _value(entry: Logprob) -> float:
+    return max(entry.logprob, MIN_LOGPROB)

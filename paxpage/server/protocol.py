@@ -1,0 +1,317 @@
+"""What clients send: the requests of the OpenAI API, checked strictly. A field not listed here is refused by name."""
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import ErrorDetails
+
+from paxpage.config import require
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.server.errors import ApiError
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
+    *("min_tokens", "include_stop_str_in_output", "skip_special_tokens"),
+)
+MAX_REQUEST_ID_LENGTH = 128
+
+Prompts = list[str] | list[list[int]]
+Messages = list[dict[str, str]]
+
+
+def only(*allowed: object) -> AfterValidator:
+    """Accepts null and the neutral values that clients send for an option that is not supported yet."""
+    text = ", ".join(["null", *(repr(value) for value in allowed)])
+
+    def check(value: object) -> object:
+        is_same = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
+        if value is None or is_same:
+            return value
+        raise ValueError(f"is {reprlib.repr(value)}; this option is not supported yet, allowed: {text}")
+
+    return AfterValidator(check)
+
+
+def _refuse(value: object, allowed: str) -> ValueError:
+    return ValueError(f"is {reprlib.repr(value)}; allowed: {allowed}")
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def parse_prompts(value: Any) -> Prompts:
+    """One prompt or several, as text or as token ids, always given back as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if _are_token_ids(value):
+        return [value]
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and (all(isinstance(item, str) for item in value) or all(_are_token_ids(item) for item in value)):
+        return value
+    raise _refuse(value, "a string, a list of strings, a list of token ids, or a list of non-empty lists of token ids")
+
+
+def parse_stop(value: Any) -> str | list[str] | None:
+    """Null, a string or a list of strings."""
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if value is None or isinstance(value, str) or is_list:
+        return value
+    raise _refuse(value, "a string or a list of strings")
+
+
+def parse_content(value: Any) -> str:
+    """A message's text: a string, or a list of text parts, which is the same as their texts joined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        return "".join(_part_text(part) for part in value)
+    raise _refuse(value, 'a string or a non-empty list of {"type": "text", "text": ...} parts')
+
+
+def _part_text(part: Any) -> str:
+    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    if not is_text or set(part) != {"type", "text"}:
+        raise ValueError(f'has the part {reprlib.repr(part)}; allowed: {{"type": "text", "text": ...}}')
+    return part["text"]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides the text."""
+
+    model_config = STRICT
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common. Null means: the default.
+
+    Fields typed with only(...) are options that are not supported yet; their neutral values are accepted.
+    """
+
+    model_config = STRICT
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[Any, PlainValidator(parse_stop)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_LENGTH)] | None = None
+    return_token_ids: bool | None = None
+
+    presence_penalty: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    repetition_penalty: Annotated[Any, only(1)] = None
+    logit_bias: Annotated[Any, only({})] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    bad_words: Annotated[Any, only([])] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    structured_outputs: Annotated[Any, only()] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    cache_salt: Annotated[Any, only()] = None
+    echo: Annotated[Any, only(False)] = None
+    best_of: int | None = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    store: Annotated[Any, only(False)] = None
+    metadata: Annotated[Any, only({})] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_together(self) -> "GenerationRequest":
+        num_samples = 1 if self.n is None else self.n
+        require(self.best_of in (None, num_samples), "best_of", self.best_of, f"null or n ({num_samples})")
+        has_unused_options = self.stream_options is not None and not self.stream
+        require(not has_unused_options, "stream_options", "given", "only when stream is true")
+        return self
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return bool(self.stream)
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report besides the chosen one; None for no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """The request's options over the server's defaults.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        given = {field: getattr(self, field) for field in SAMPLING_FIELDS if getattr(self, field) is not None}
+        return dataclasses.replace(defaults, logprobs=self.num_logprobs, **given)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[Any, PlainValidator(parse_prompts)]
+    logprobs: int | None = None
+    suffix: Annotated[Any, only("")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The logprobs field as it is."""
+        return self.logprobs
+
+    def check_limits(self, max_logprobs: int) -> None:
+        """Raises ValueError when more log-probabilities are asked for than the server gives."""
+        is_allowed = self.logprobs is None or 0 <= self.logprobs <= max_logprobs
+        require(is_allowed, "logprobs", self.logprobs, f"0 to {max_logprobs}")
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation. Fields that clients copy from an earlier answer are accepted when they are empty."""
+
+    model_config = STRICT
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, PlainValidator(parse_content)]
+    name: str | None = None
+    refusal: Annotated[Any, only()] = None
+    tool_calls: Annotated[Any, only([])] = None
+    tool_call_id: Annotated[Any, only()] = None
+    function_call: Annotated[Any, only()] = None
+    audio: Annotated[Any, only()] = None
+    annotations: Annotated[Any, only([])] = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it; "developer" is OpenAI's newer word for "system"."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_chat_fields(self) -> "ChatCompletionRequest":
+        both = (self.max_tokens, self.max_completion_tokens)
+        is_clear = None in both or both[0] == both[1]
+        require(
+            is_clear,
+            "max_completion_tokens",
+            self.max_completion_tokens,
+            f"max_tokens ({self.max_tokens}) or one of the two",
+        )
+        has_logprobs = self.top_logprobs is None or bool(self.logprobs)
+        require(has_logprobs, "top_logprobs", self.top_logprobs, "null unless logprobs is true")
+        is_exclusive = not (self.continue_final_message and self.add_generation_prompt)
+        require(is_exclusive, "continue_final_message", True, "false unless add_generation_prompt is false")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """top_logprobs (0 when absent) if logprobs is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Whether the template opens an assistant turn after the messages."""
+        return (
+            bool(self.add_generation_prompt)
+            if self.add_generation_prompt is not None
+            else not self.continue_final_message
+        )
+
+    def check_limits(self, max_logprobs: int) -> None:
+        """Raises ValueError when more log-probabilities are asked for than the server gives."""
+        is_allowed = self.top_logprobs is None or 0 <= self.top_logprobs <= max_logprobs
+        require(is_allowed, "top_logprobs", self.top_logprobs, f"0 to {max_logprobs}")
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """The request's options over the server's defaults; without a limit the rest of the context may be used."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return super().sampling_params(dataclasses.replace(defaults, max_tokens=limit))
+
+
+def parse_body[RequestT: GenerationRequest](kind: type[RequestT], body: bytes) -> RequestT:
+    """Reads a JSON body.
+
+    Raises:
+        ApiError: 400, with the first fault and the field it is in.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        message, param = _describe(error.errors(include_url=False)[0])
+        raise ApiError(400, message, param) from None
+
+
+def _describe(error: ErrorDetails) -> tuple[str, str | None]:
+    """One sentence on a fault, and the path of the field it is in."""
+    param = ".".join(str(part) for part in error["loc"]) or None
+    if error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error['ctx']['error']}", None
+    if param is None:
+        return _describe_whole(error)
+    describe = DESCRIPTIONS.get(error["type"], _describe_other)
+    return f"{param} {describe(error)}", param
+
+
+def _describe_whole(error: ErrorDetails) -> tuple[str, str | None]:
+    if error["type"] != "value_error":
+        return "the body must be a JSON object", None
+    message = str(error["ctx"]["error"])
+    return message, message.partition(" ")[0]
+
+
+def _describe_other(error: ErrorDetails) -> str:
+    return f"is {_short(error['input'])}: {error['msg'].lower()}"
+
+
+def _short(value: object) -> str:
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return reprlib.repr(value) if is_finite else "not a finite number"
+
+
+DESCRIPTIONS: dict[str, Callable[[ErrorDetails], str]] = {
+    "missing": lambda error: "is missing",
+    "extra_forbidden": lambda error: "is not a supported field",
+    "value_error": lambda error: str(error["ctx"]["error"]),
+}

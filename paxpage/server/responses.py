@@ -1,0 +1,157 @@
+"""What the server answers: OpenAI's objects. A field that was not set is left out of the JSON; None is null."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class ResponseModel(BaseModel):
+    """Base of all answers."""
+
+    def to_json(self) -> str:
+        """One line of JSON with the fields that were set."""
+        return self.model_dump_json(exclude_unset=True)
+
+
+class CachedTokens(ResponseModel):
+    """How many of the prompt's tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    """Token counts of a whole request, all its prompts and samples together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(ResponseModel):
+    """Per token: where its text starts, its log-probability, its text, and the most likely tokens at its place."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(ResponseModel):
+    """One sample of a completion, whole or (in a stream) what was added to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(ResponseModel):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(ResponseModel):
+    """One candidate at one place of a chat answer. bytes are the UTF-8 bytes of token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """One token of a chat answer, with the most likely candidates at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    """The tokens of a chat answer."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(ResponseModel):
+    """A whole chat answer."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(ResponseModel):
+    """One sample of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(ResponseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(ResponseModel):
+    """What a chunk adds to a chat answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(ResponseModel):
+    """One sample's part of a chat chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(ResponseModel):
+    """One chunk of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(ResponseModel):
+    """One model of /v1/models. max_model_len is in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(ResponseModel):
+    """The answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]

@@ -1,0 +1,69 @@
+"""Set-up of every test run: type checks at run time, the device, the compilation cache, GPU tests.
+
+Environment: PAXPAGE_TEST_GPU=1 runs on an NVIDIA GPU and adds the tests marked gpu (without it everything runs on the
+CPU, whatever the machine has). PAXPAGE_NO_TYPECHECK=1 leaves the run-time type checks out, to time or debug.
+"""
+
+import os
+import sys
+
+import hypothesis
+import jaxtyping
+import pytest
+
+PACKAGES = ("paxpage", "pallas_kernels")
+IS_GPU_RUN = os.environ.get("PAXPAGE_TEST_GPU") == "1"
+CACHE_BYTES = 2 * 2**30
+
+
+def install_type_checks() -> None:
+    """Checks every annotation of the packages' functions at run time, shapes included."""
+    too_early = [name for name in (*PACKAGES, "jax") if name in sys.modules]
+    assert not too_early, f"imported before tests/conftest.py could set them up: {too_early}"
+    if os.environ.get("PAXPAGE_NO_TYPECHECK") != "1":
+        jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")
+
+
+def choose_device() -> None:
+    """For this process and those it starts. A GPU run without a GPU fails instead of passing on the CPU."""
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if IS_GPU_RUN else "cpu"
+    # The GPU is shared with the servers that tests start.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def isolate_caches(config: pytest.Config) -> None:
+    """Compiled steps are kept between runs, apart from the user's own. pytest --cache-clear removes them."""
+    folder = config.cache.mkdir("jax")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    # With a limit JAX takes a lock for each entry: test runs side by side never read one that is half written.
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(CACHE_BYTES)
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported."""
+    isolate_caches(config)
+    # Examples take as long as compiling does, on machines of any speed. In CI hypothesis's own profile holds.
+    hypothesis.settings.register_profile("paxpage", deadline=None)
+    if "CI" not in os.environ:
+        hypothesis.settings.load_profile("paxpage")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves GPU tests out of a CPU run."""
+    gpu_items = [] if IS_GPU_RUN else [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        config.hook.pytest_deselected(items=gpu_items)
+        items[:] = [item for item in items if item not in gpu_items]
+
+
+def pytest_report_header() -> str:
+    """Says where the tests run, and why GPU tests do not."""
+    if IS_GPU_RUN:
+        return "device: NVIDIA GPU (PAXPAGE_TEST_GPU=1)"
+    return "device: CPU; tests marked gpu are deselected (PAXPAGE_TEST_GPU=1 runs them)"
+
+
+install_type_checks()
+choose_device()

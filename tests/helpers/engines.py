@@ -1,0 +1,77 @@
+"""Driving an LLM in tests: requests by token ids, limits changed for a while, and the idle state afterwards."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from paxpage import LLM, CompletionOutput, SamplingParams
+from paxpage.engine.engine import Engine
+
+
+def greedy_params(max_tokens: int) -> SamplingParams:
+    """Temperature 0, end of sequence ignored."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def ids(prompt: Sequence[int]) -> dict[str, list[int]]:
+    """A prompt of token ids, as LLM.generate takes it."""
+    return {"prompt_token_ids": list(prompt)}
+
+
+def complete(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[CompletionOutput]:
+    """The first sample of each prompt, all prompts given at once."""
+    outputs = llm.generate([ids(prompt) for prompt in prompts], params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def tokens(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Output token ids of each prompt, all prompts given at once."""
+    return [output.token_ids for output in complete(llm, prompts, params)]
+
+
+def tokens_alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """REF: the request with nobody else, on an empty cache."""
+    assert_idle(llm.engine)
+    return tokens(llm, [prompt], params)[0]
+
+
+@contextlib.contextmanager
+def token_budget(llm: LLM, num_tokens: int) -> Iterator[None]:
+    """Steps of at most num_tokens tokens, fewer than what the LLM was built for: longer prompts come in chunks."""
+    scheduler = llm.engine.scheduler
+    before = scheduler.config
+    scheduler.config = dataclasses.replace(before, max_num_batched_tokens=num_tokens)
+    try:
+        yield
+    finally:
+        scheduler.config = before
+
+
+@contextlib.contextmanager
+def steps_in_flight(llm: LLM, num_steps: int) -> Iterator[None]:
+    """Asynchronous scheduling with 1, synchronous with 0, whatever the LLM was built for."""
+    engine = llm.engine
+    before = engine._max_in_flight
+    engine._max_in_flight = num_steps
+    try:
+        yield
+    finally:
+        engine._max_in_flight = before
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nobody waits or runs, every block is free, once, and unreferenced, and no table names one."""
+    manager, scheduler = engine._manager, engine.scheduler
+    manager.pool.check()
+    assert manager.pool.num_free == manager.pool.num_usable
+    assert not (scheduler.waiting or scheduler.running or scheduler.ending)
+    assert not (engine._groups or engine._samples)
+    assert not manager.block_tables.any() and not any(manager.num_blocks_of_row)
+    usage = manager.usage()
+    assert (usage.allocated, usage.holding) == (0, 0)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)

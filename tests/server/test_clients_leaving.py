@@ -1,0 +1,241 @@
+"""Clients that leave, limits of the pool, and ends of the process (cases 7, 25 and 29)."""
+
+import functools
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import SMALL
+from tests.server.process import AbandonedRequest, ServerProcess, wait_until
+from tests.server.tiny import MAX_MODEL_LEN
+
+LONG = {"prompt": [60, 61], "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
+LONG_PROMPT = [5 + (7 * i) % 400 for i in range(2000)]
+MUST_GROW = ("_total", "_count", "_sum")
+
+
+def leave_after(server: ServerProcess, body: dict[str, Any], is_time: Any, path: str = "completions") -> None:
+    """Sends a request and leaves as soon as is_time() is true."""
+    request = AbandonedRequest(server, path, json.dumps(body).encode())
+    wait_until(is_time)
+    request.leave()
+
+
+class MetricsWatch:
+    """Scrapes all the while and keeps what was wrong: counters that fell, gauges below 0."""
+
+    def __init__(self, server: ServerProcess):
+        self.faults: list[str] = []
+        self._url = server.url
+        self._scrape = functools.partial(ServerProcess.metrics, server)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "MetricsWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last: dict[str, float] = {}
+        while not self._is_over.wait(0.05):
+            values = self._scrape()
+            fallen = [k for k, v in values.items() if k.endswith(MUST_GROW) and v < last.get(k, 0)]
+            self.faults += fallen + [k for k, v in values.items() if v < 0]
+            last = values
+
+
+# Case 25
+
+
+def test_a_whole_answer_whose_client_leaves(tiny: ServerProcess) -> None:
+    for _ in range(4):
+        leave_after(tiny, LONG, lambda: tiny.metrics()["num_requests_running"])
+        tiny.wait_idle(3)
+    num_tokens = tiny.metrics()["generation_tokens_total"]
+    time.sleep(0.2)
+    assert tiny.metrics()["generation_tokens_total"] == num_tokens
+    assert "aborted" in tiny.log()
+    tiny.check_alive()
+
+
+def test_a_stream_whose_client_leaves_after_the_first_chunk(tiny: ServerProcess) -> None:
+    for path, body in (
+        ("completions", LONG),
+        ("chat/completions", {**LONG, "messages": [{"role": "user", "content": "x"}]}),
+    ):
+        body = {key: value for key, value in body.items() if key != "prompt" or path == "completions"}
+        request = AbandonedRequest(tiny, path, json.dumps({**body, "stream": True}).encode())
+        request.read_until(b"data: ")
+        request.leave()
+        tiny.wait_idle(3)
+
+
+def test_a_client_that_leaves_while_waiting(tiny: ServerProcess) -> None:
+    others = [AbandonedRequest(tiny, "completions", json.dumps(LONG).encode()) for _ in range(4)]
+    wait_until(lambda: tiny.metrics()["num_requests_running"] == 4)
+    leave_after(tiny, LONG, lambda: tiny.metrics()["num_requests_waiting"])
+    wait_until(lambda: tiny.metrics()["num_requests_waiting"] == 0, 3)
+    assert tiny.metrics()["num_requests_running"] == 4
+    for other in others:
+        other.leave()
+    tiny.wait_idle(3)
+
+
+def test_a_client_that_leaves_during_a_long_prefill(tiny: ServerProcess) -> None:
+    before = tiny.metrics()
+    leave_after(tiny, {**LONG, "prompt": LONG_PROMPT}, lambda: tiny.metrics()["num_requests_running"])
+    tiny.wait_idle(3)
+    after = tiny.metrics()
+    assert after["generation_tokens_total"] == before["generation_tokens_total"]
+    assert after["request_success_total"] == before["request_success_total"] + 1
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": [[60], [61], [62], [63]]}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_samples_or_prompts_end_together(tiny: ServerProcess, fields: dict[str, Any], stream: bool) -> None:
+    num_running = 3 if "n" in fields else 4
+    body = {**LONG, **fields, "stream": stream}
+    leave_after(tiny, body, lambda: tiny.metrics()["num_requests_running"] == num_running)
+    tiny.wait_idle(3)
+    tiny.check_alive()
+
+
+# Case 29
+
+
+def test_a_stream_closed_during_another_s_prefill(tiny: ServerProcess) -> None:
+    expected = tiny.complete(LONG_PROMPT, max_tokens=2)["choices"][0]["token_ids"]
+    with MetricsWatch(tiny) as watch:
+        for _ in range(10):
+            first = AbandonedRequest(tiny, "completions", json.dumps({**LONG, "stream": True}).encode())
+            first.read_until(b"data: ")
+            answers: list[Any] = []
+            ask = functools.partial(httpx.post, f"{tiny.url}/v1/completions", timeout=60)
+            body = {
+                "prompt": LONG_PROMPT,
+                "max_tokens": 2,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            second = threading.Thread(target=lambda a=answers, ask=ask, body=body: a.append(ask(json=body)))
+            second.start()
+            wait_until(lambda: tiny.metrics()["num_requests_running"] == 2)
+            first.leave()
+            second.join()
+            assert answers[0].json()["choices"][0]["token_ids"] == expected
+    assert watch.faults == []
+    tiny.check_alive()
+
+
+@pytest.fixture
+def own(tiny_dir: Path) -> Iterator[ServerProcess]:
+    """A server to end. It has an API key, so that its guard is seen in a real process too."""
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, env={"PAXPAGE_API_KEY": "secret"}) as server:
+        server.client.headers["Authorization"] = "Bearer secret"
+        yield server
+
+
+def test_sigterm_when_idle(own: ServerProcess) -> None:
+    own.wait_ready()
+    assert httpx.get(f"{own.url}/v1/models").status_code == 401
+    assert own.stop() == 0
+    assert "Traceback" not in own.log()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{own.url}/health")
+
+
+def test_sigterm_finishes_what_is_short_and_aborts_the_rest_with_an_event(own: ServerProcess) -> None:
+    own.wait_ready()
+    ends: list[list[Any]] = []
+    statuses: list[int] = []
+
+    def read() -> None:
+        ends.append(list(own.stream("completions", {**LONG, "max_tokens": 8000}))[-2:])
+
+    def ask() -> None:
+        statuses.append(own.post("completions", {**LONG, "max_tokens": 8000}).status_code)
+
+    short = own.stream("completions", {**LONG, "max_tokens": 100})
+    next(short)
+    threads = [threading.Thread(target=read) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: own.metrics()["num_requests_running"] == 4)
+    threads += [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads[7:]:
+        thread.start()
+    wait_until(lambda: own.metrics()["num_requests_waiting"] >= 20)
+    assert own.stop() == 0
+    for thread in threads:
+        thread.join()
+    events = list(short)
+    assert (events[-2]["choices"][0]["finish_reason"], events[-1]) == ("length", "[DONE]")
+    assert len(ends) == 7 and all(end[-1] == "[DONE]" for end in ends)
+    assert {end[0]["choices"][0]["finish_reason"] for end in ends} == {"abort"}
+    assert statuses == [503] * 20
+    assert "Traceback" not in own.log()
+
+
+def test_a_second_signal_ends_at_once(own: ServerProcess) -> None:
+    own.wait_ready()
+    stream = own.stream("completions", {**LONG, "max_tokens": 8000})
+    next(stream)
+    own.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert own.process.poll() is None
+    start_s = time.monotonic()
+    assert own.stop() == 128 + signal.SIGTERM
+    assert time.monotonic() - start_s < 2
+    with pytest.raises(httpx.RemoteProtocolError):
+        list(stream)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_during_the_start_up(own: ServerProcess, number: signal.Signals) -> None:
+    time.sleep(2 if number == signal.SIGTERM else 0.5)
+    start_s = time.monotonic()
+    assert own.stop(number) == 128 + number
+    assert time.monotonic() - start_s < 5
+    assert "Traceback" not in own.log()
+
+
+# Case 7
+
+
+def test_a_context_longer_than_the_pool_is_refused_at_the_start(tiny_dir: Path) -> None:
+    with ServerProcess(f"--model={tiny_dir}", "--num_blocks=9", "--max_model_len=512", *SMALL) as server:
+        assert server.process.wait(60) == 2
+        last = server.log().strip().splitlines()[-1]
+        assert "512" in last and "128" in last and "Traceback" not in server.log()
+
+
+def test_requests_at_the_limit_of_a_small_pool(tiny_dir: Path) -> None:
+    with ServerProcess(f"--model={tiny_dir}", "--num_blocks=9", *SMALL) as server:
+        server.wait_ready()
+        assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 128 < MAX_MODEL_LEN
+        refused = server.post("completions", {"prompt": [5] * 300})
+        assert refused.status_code == 400
+        assert "300" in refused.json()["error"]["message"] and "127" in refused.json()["error"]["message"]
+        assert server.complete([7] * 10, max_tokens=5)["usage"]["completion_tokens"] == 5
+        answer = server.complete([5 + i for i in range(100)], max_tokens=200)
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 28)
+        assert server.post("completions", {"prompt": [5] * 128, "max_tokens": 1}).status_code == 400
+        answer = server.complete([5] * 127, max_tokens=2)
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 1)
+        for i in range(8):
+            server.complete([20 + i] * 16, max_tokens=1)
+        assert server.complete([9] * 100, max_tokens=20)["usage"]["completion_tokens"] == 20
+        assert server.metrics()["num_preemptions_total"] < 10
+        server.wait_idle()

@@ -1,0 +1,46 @@
+"""A step that fails once is made good; an engine that keeps failing says so and ends its process (case 39)."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import SMALL
+from tests.server.process import ServerProcess
+
+COMMAND = ("-m", "tests.server.failing_server", "5", "50")
+BODY = {"prompt": [60, 61, 62], "max_tokens": 200, "ignore_eos": True}
+
+
+def test_failing_steps(tiny_dir: Path) -> None:
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, command=COMMAND) as server:
+        server.wait_ready()
+        first = server.complete([60, 61, 62], max_tokens=16)["choices"][0]["token_ids"]
+        assert "injected" in server.log()
+        assert server.complete([60, 61, 62], max_tokens=16)["choices"][0]["token_ids"] == first
+        server.wait_idle()
+        check_death(server)
+
+
+def check_death(server: ServerProcess) -> None:
+    """Every request is told, /health says so, the process ends."""
+    whole: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: whole.append(server.post("completions", BODY)))
+    asking.start()
+    *_, error, end = server.stream("completions", BODY)
+    asking.join()
+    assert (error["error"]["code"], end) == (500, "[DONE]")
+    assert (whole[0].status_code, error_type(whole[0])) == (500, "InternalServerError")
+    assert server.client.get("/health").status_code == 503
+    late = server.post("completions", BODY)
+    assert (late.status_code, error_type(late)) == (503, "ServiceUnavailableError")
+    assert server.process.wait(15) == 1
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def error_type(response: httpx.Response) -> Any:
+    """The type of an error answer."""
+    return response.json()["error"]["type"]

@@ -1,0 +1,243 @@
+"""What requests are accepted, and what the refusal of others says."""
+
+import json
+from typing import Any
+
+import pytest
+
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.server.errors import ApiError
+from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+
+USER = {"role": "user", "content": "x"}
+CHAT = {"messages": [USER]}
+COMPLETION = {"prompt": "x"}
+DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_body(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_body(CompletionRequest, json.dumps({**COMPLETION, **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        ("ab", ["ab"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: object, parsed: object) -> None:
+    assert completion(prompt=prompt).prompt == parsed
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", [1]], [True], [1.5], {"a": 1}, [[1], []]])
+def test_other_prompts_are_refused_by_name(prompt: object) -> None:
+    with pytest.raises(ApiError, match=r"^prompt ") as raised:
+        completion(prompt=prompt)
+    assert (raised.value.status, raised.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"temperature": []}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"seed": "7"}, "seed"),
+        ({"seed": 7.5}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"best_of": 3}, "best_of"),
+        ({"user": 5}, "user"),
+        ({"request_id": "x" * 129}, "request_id"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_faulty_fields_are_refused_by_name(make: Any, fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        make(**fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert param in raised.value.message
+
+
+NEUTRAL_VALUES = {
+    "presence_penalty": [None, 0, 0.0],
+    "frequency_penalty": [None, 0, 0.0],
+    "repetition_penalty": [None, 1, 1.0],
+    "logit_bias": [None, {}],
+    "best_of": [None, 1],
+    "echo": [None, False],
+    "response_format": [None, {"type": "text"}],
+    "store": [None, False],
+}
+UNSUPPORTED_VALUES = {
+    "presence_penalty": [0.5, "0", False],
+    "frequency_penalty": [-2],
+    "repetition_penalty": [0, 1.1, True],
+    "logit_bias": [{"5": 1}, {"abc": 1}, []],
+    "echo": [True, 0],
+    "response_format": [{"type": "json_object"}],
+    "structured_outputs": [{"regex": "a"}],
+    "prompt_logprobs": [1],
+    "cache_salt": ["x"],
+    "truncate_prompt_tokens": [5],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in NEUTRAL_VALUES.items() for v in values])
+@pytest.mark.parametrize("make", [chat, completion])
+def test_neutral_values_of_options_to_come_are_accepted(make: Any, field: str, value: object) -> None:
+    assert make(**{field: value}).sampling_params(DEFAULTS).temperature == 0.6
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in UNSUPPORTED_VALUES.items() for v in values])
+@pytest.mark.parametrize("make", [chat, completion])
+def test_options_to_come_are_refused_by_name(make: Any, field: str, value: object) -> None:
+    with pytest.raises(ApiError, match=f"^{field} is .*not supported yet") as raised:
+        make(**{field: value})
+    assert raised.value.param == field
+
+
+@pytest.mark.parametrize("tools", [[{"type": "function"}], {}])
+def test_tools_are_refused(tools: object) -> None:
+    with pytest.raises(ApiError, match=r"^tools is"):
+        chat(tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (None, "messages"),
+        ([{}], "messages.0.role"),
+        ([{"role": 5, "content": "x"}], "messages.0.role"),
+        ([{"role": "alien", "content": "x"}], "messages.0.role"),
+        ([USER, {"role": "user", "content": 7}], "messages.1.content"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": []}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
+        ([{"role": "user", "content": "x", "colour": 1}], "messages.0.colour"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages.0.tool_calls"),
+    ],
+)
+def test_faulty_messages_are_refused_by_name(messages: object, param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        chat(messages=messages)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_messages_missing() -> None:
+    with pytest.raises(ApiError, match=r"^messages is missing"):
+        parse_body(ChatCompletionRequest, b"{}")
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b"null", b"5", b'"x"', b"\xff", b'{"prompt": "\\ud800"}', b'{"prompt": "a",}', b"[" * 100_000]
+)
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    with pytest.raises(ApiError, match=r"^the body ") as raised:
+        parse_body(CompletionRequest, body)
+    assert (raised.value.status, raised.value.param) == (400, None)
+
+
+def test_overflowing_numbers() -> None:
+    for field in ("max_tokens", "temperature", "seed"):
+        with pytest.raises(ApiError, match=f"^{field} is "):
+            parse_body(CompletionRequest, b'{"prompt": "a", "%s": 1e400}' % field.encode())
+
+
+def test_text_parts_equal_their_string() -> None:
+    parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
+    request = chat(messages=[{"role": "user", "content": parts}])
+    assert [m.for_template() for m in request.messages] == [{"role": "user", "content": "a b c"}]
+
+
+def test_messages_for_the_template() -> None:
+    copied = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
+    request = chat(messages=[{"role": "developer", "content": "s"}, {**USER, "name": "Ann"}, copied])
+    assert [m.for_template() for m in request.messages] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "x", "name": "Ann"},
+        {"role": "assistant", "content": "y"},
+    ]
+
+
+def test_null_and_absent_mean_the_servers_default() -> None:
+    nothing = completion(temperature=None, top_p=None, max_tokens=None, n=None, seed=None, stop=None, logprobs=None)
+    for request in (nothing, completion()):
+        assert request.sampling_params(DEFAULTS) == DEFAULTS
+    assert DEFAULTS.max_tokens == 16
+
+
+def test_given_options_replace_defaults() -> None:
+    request = completion(temperature=0, top_k=5, stop=["a"], seed=-1, n=2, min_tokens=3, ignore_eos=True, logprobs=0)
+    params = request.sampling_params(DEFAULTS)
+    assert params == SamplingParams(
+        temperature=0.0, top_p=0.9, top_k=5, stop=["a"], seed=-1, n=2, min_tokens=3, ignore_eos=True, logprobs=0
+    )
+
+
+def test_a_chat_may_use_all_the_context() -> None:
+    assert chat().sampling_params(DEFAULTS).max_tokens is None
+    assert chat(min_tokens=100).sampling_params(DEFAULTS).min_tokens == 100
+    assert chat(max_tokens=5).sampling_params(DEFAULTS).max_tokens == 5
+    assert chat(max_completion_tokens=6).sampling_params(DEFAULTS).max_tokens == 6
+    assert chat(max_tokens=7, max_completion_tokens=7).sampling_params(DEFAULTS).max_tokens == 7
+    with pytest.raises(ApiError, match=r"^max_completion_tokens is 6"):
+        chat(max_tokens=5, max_completion_tokens=6)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2**70])
+def test_limits_out_of_range_are_the_engines_to_refuse(value: int) -> None:
+    request = completion(max_tokens=value, top_k=value)
+    with pytest.raises(ValueError, match=f"is {value}"):
+        request.sampling_params(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_logprobs"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 5}, 5)],
+)
+def test_chat_logprobs(fields: dict[str, object], num_logprobs: int | None) -> None:
+    assert chat(**fields).sampling_params(DEFAULTS).logprobs == num_logprobs
+
+
+def test_logprobs_that_are_refused() -> None:
+    for fields in ({"top_logprobs": 5}, {"logprobs": 2}, {"logprobs": False, "top_logprobs": 5}):
+        with pytest.raises(ApiError, match="logprobs is"):
+            chat(**fields)
+    for request, name in (
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+        (completion(logprobs=-1), "logprobs"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is .*0 to 20"):
+            request.check_limits(20)
+    completion(logprobs=20).check_limits(20)
+
+
+def test_generation_prompt_and_continuation() -> None:
+    assert chat().has_generation_prompt
+    assert not chat(add_generation_prompt=False).has_generation_prompt
+    assert not chat(continue_final_message=True).has_generation_prompt
+    with pytest.raises(ApiError, match=r"^continue_final_message is"):
+        chat(continue_final_message=True, add_generation_prompt=True)

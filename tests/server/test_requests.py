@@ -1,0 +1,448 @@
+"""Requests to a real server of TINY: text, templates, log-probabilities, seeds, faulty input (cases 11 to 27, 39)."""
+
+import concurrent.futures
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.process import ServerProcess
+from tests.server.tiny import MAX_MODEL_LEN, VOCAB_SIZE, make_tokenizer
+
+PENALTIES = "issue 8: penalties"
+LOGIT_BIAS = "issue 8: logit_bias"
+HELLO = [{"role": "user", "content": "Hi"}]
+SEEDED = {"prompt": list(range(50, 60)), "temperature": 0.8, "seed": 42, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_dir: Path) -> Any:
+    """The checkpoint in transformers, float32."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(tiny_dir).eval()
+
+
+def token_ids(server: ServerProcess, **body: Any) -> list[list[int]]:
+    """The token ids of every choice of a completion that must succeed."""
+    response = server.post("completions", {"return_token_ids": True, **body})
+    assert response.status_code == 200, response.text
+    return [choice["token_ids"] for choice in response.json()["choices"]]
+
+
+def at_once[ResultT](jobs: list[Callable[[], ResultT]]) -> list[ResultT]:
+    """Runs jobs on as many threads."""
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+def joined(chunks: list[Any]) -> str:
+    """The text of a completion stream with one choice."""
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+
+
+# Equality with transformers, which the other tests build on
+
+
+def test_tiny_can_show_faults_and_equals_transformers(tiny: ServerProcess, reference: Any) -> None:
+    from tests.server.tiny import greedy
+
+    first = tiny.complete([50, 51, 52], max_tokens=32)["choices"][0]["token_ids"]
+    other = tiny.complete([49, 51, 52], max_tokens=32)["choices"][0]["token_ids"]
+    assert len(set(first)) >= 5 and first != other
+    assert first == greedy(reference, [50, 51, 52], 32)
+
+
+# Case 11: stop strings
+
+
+def find_stop(text: str, tokens: list[str], offsets: list[int]) -> int:
+    """k so that text[k:k+7] begins inside one token, ends inside a later one, and first occurs at k; or -1."""
+    inside = {offset + i for offset, token in zip(offsets, tokens, strict=True) for i in range(1, len(token))}
+    candidates = [
+        k for k in range(3, len(text) - 8) if k in inside and k + 7 in inside and "\ufffd" not in text[k : k + 8]
+    ]
+    return next((k for k in candidates if text.find(text[k : k + 7]) == k and text.find(text[k : k + 3]) == k), -1)
+
+
+def test_stop_strings_over_token_borders(tiny: ServerProcess) -> None:
+    for prompt in (
+        f"the {word}" for word in ("river", "house", "table", "wagons", "ships", "garden", "lamps", "bread")
+    ):
+        body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        choice = tiny.post("completions", body).json()["choices"][0]
+        text = choice["text"]
+        k = find_stop(text, choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"])
+        if k >= 0:
+            break
+    else:
+        pytest.fail("no prompt gives a text to stop in")
+    body.pop("logprobs")
+    for stop, kept in ((text[k : k + 7], 7), ([text[k : k + 3], text[k : k + 7]], 3)):
+        for fields, end in (({}, k), ({"include_stop_str_in_output": True}, k + kept)):
+            stopped = {**body, **fields, "stop": stop}
+            whole = tiny.post("completions", stopped).json()["choices"][0]
+            chunks = list(tiny.stream("completions", stopped))[:-1]
+            assert whole["text"] == joined(chunks) == text[:end]
+            assert whole["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "stop"
+            assert whole["stop_reason"] == text[k : k + kept]
+
+
+def test_streamed_text_equals_whole_text_at_high_temperature(tiny: ServerProcess) -> None:
+    for seed in range(5):
+        body = {"prompt": "the", "max_tokens": 40, "temperature": 1.5, "seed": seed, "ignore_eos": True}
+        whole = tiny.post("completions", body).json()["choices"][0]["text"]
+        assert joined(list(tiny.stream("completions", body))[:-1]) == whole
+
+
+# Case 15: BOS, EOS, chat templates
+
+
+def test_chat_ids_are_the_templates_with_one_bos(tiny: ServerProcess, tokenizer: Any) -> None:
+    expected = tokenizer.apply_chat_template(HELLO, tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert expected.count(0) == 1
+    rendered = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    chat = tiny.post("chat/completions", {**body, "messages": HELLO}).json()
+    assert chat["prompt_token_ids"] == expected
+    answers = [chat["choices"][0]["token_ids"]]
+    for prompt in (rendered, expected):
+        choice = tiny.post("completions", {**body, "prompt": prompt}).json()["choices"][0]
+        assert choice["prompt_token_ids"] == expected
+        answers.append(choice["token_ids"])
+    assert answers[0] == answers[1] == answers[2]
+    plain = tiny.post("completions", {**body, "prompt": "Hi"}).json()["choices"][0]
+    assert plain["prompt_token_ids"] == tokenizer.encode("Hi") and plain["prompt_token_ids"][0] == 0
+    untouched = tiny.post("completions", {**body, "prompt": [0, 0, 90]}).json()["choices"][0]
+    assert untouched["prompt_token_ids"] == [0, 0, 90]
+
+
+def test_forms_of_a_conversation(tiny: ServerProcess, tokenizer: Any) -> None:
+    def prompt_ids(messages: list[Any], **fields: Any) -> list[int]:
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
+        response = tiny.post("chat/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()["prompt_token_ids"]
+
+    parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    assert prompt_ids(parts) == prompt_ids(HELLO)
+    ended = [*HELLO, {"role": "assistant", "content": "The bread"}]
+    render = functools.partial(tokenizer.apply_chat_template, ended, tokenize=True, return_dict=False)
+    assert prompt_ids(ended) == render(add_generation_prompt=True)
+    assert prompt_ids(ended, add_generation_prompt=False) == render()
+    assert prompt_ids(ended, continue_final_message=True) == render(continue_final_message=True)
+
+
+def test_each_eos_of_the_generation_config_ends_a_request(tiny: ServerProcess, tiny_dir: Path) -> None:
+    eos_ids = json.loads((tiny_dir / "generation_config.json").read_text())["eos_token_id"]
+    for prompt, eos_id in (([60], eos_ids[0]), ([70], eos_ids[1])):
+        whole = tiny.complete(prompt, max_tokens=30)["choices"][0]["token_ids"]
+        ended = tiny.complete(prompt, max_tokens=30, ignore_eos=False)["choices"][0]
+        assert eos_id in whole and ended["finish_reason"] == "stop"
+        assert ended["token_ids"] == whole[: len(ended["token_ids"])] and ended["token_ids"][-1] in eos_ids
+
+
+# Case 17: log-probabilities
+
+
+def completion_logprobs(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
+    """Per choice the logprobs, whole; checks that the stream gives the same."""
+    body = {"prompt": "Blue kettle, seven doors", "max_tokens": 6, "ignore_eos": True, "seed": 3, **fields}
+    whole = server.post("completions", body).json()["choices"]
+    streamed: dict[int, dict[str, list[Any]]] = {}
+    for chunk in list(server.stream("completions", body))[:-1]:
+        choice = chunk["choices"][0]
+        parts = streamed.setdefault(choice["index"], {key: [] for key in whole[0]["logprobs"]})
+        for key, values in choice["logprobs"].items():
+            parts[key] += values
+    assert streamed == {choice["index"]: choice["logprobs"] for choice in whole}
+    return [choice["logprobs"] for choice in whole]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("n", [1, 2])
+def test_completion_logprobs(tiny: ServerProcess, num_top: int, n: int) -> None:
+    for logprobs in completion_logprobs(tiny, logprobs=num_top, n=n, temperature=1.0 if n > 1 else 0):
+        assert {key: len(values) for key, values in logprobs.items()} == dict.fromkeys(logprobs, 6)
+        for token, value, top in zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+            assert top[token] == value
+            assert max(num_top, 1) <= len(top) <= num_top + 1
+            assert n > 1 or value == max(top.values())
+    assert list(logprobs) == ["text_offset", "token_logprobs", "tokens", "top_logprobs"]
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 5])
+def test_chat_logprobs(tiny: ServerProcess, num_top: int | None) -> None:
+    body = {"messages": HELLO, "max_tokens": 6, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    body |= {} if num_top is None else {"top_logprobs": num_top}
+    content = tiny.post("chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    chunks = list(tiny.stream("chat/completions", body))[:-1]
+    streamed = [c["choices"][0]["logprobs"]["content"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert [entry for part in streamed for entry in part] == content
+    assert len(content) == 6
+    for entry in content:
+        assert len(entry["top_logprobs"]) == (num_top or 0)
+        if num_top:
+            assert {k: entry[k] for k in ("token", "logprob", "bytes")} == entry["top_logprobs"][0]
+    if num_top:
+        assert len({json.dumps(entry["top_logprobs"]) for entry in content}) > 1
+
+
+def test_logprob_values_equal_the_references(tiny: ServerProcess, reference: Any) -> None:
+    import torch
+
+    prompt = [60, 61, 62]
+    choice = tiny.complete(prompt, max_tokens=6, logprobs=0)["choices"][0]
+    ids = torch.tensor([prompt + choice["token_ids"]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(reference(ids).logits[0].double(), dim=-1)
+    expected = [logprobs[len(prompt) - 1 + i, token_id].item() for i, token_id in enumerate(choice["token_ids"])]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+
+
+# Case 19: seeds
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(tiny: ServerProcess) -> None:
+    run = functools.partial(token_ids, tiny, **SEEDED)
+    alone = run()
+    unseeded = {"prompt": [80, 81], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+    for others in ([unseeded], [{**unseeded, "seed": 7}], [unseeded] * 3, [{**unseeded, "n": 3}]):
+        first, *_ = at_once([run, *(functools.partial(token_ids, tiny, **other) for other in others)])
+        assert first == alone
+    texts = [token_ids(tiny, **unseeded)[0] for _ in range(3)]
+    assert len({tuple(text) for text in texts}) > 1
+    with_n = run(n=3)
+    assert with_n[0] == alone[0] and len({tuple(ids) for ids in with_n}) == 3
+    assert run(n=3) == with_n
+
+
+@pytest.mark.parametrize(
+    ("seed", "status"), [(0, 200), (-1, 200), (2**31, 200), (2**63 - 1, 200), (2**63, 400), ("7", 400)]
+)
+def test_seeds_at_their_limits(tiny: ServerProcess, seed: Any, status: int) -> None:
+    responses = [tiny.post("completions", {**SEEDED, "seed": seed, "return_token_ids": True}) for _ in range(2)]
+    assert [response.status_code for response in responses] == [status] * 2
+    if status == 200:
+        assert responses[0].json()["choices"] == responses[1].json()["choices"]
+    else:
+        assert responses[0].json()["error"]["param"] == "seed"
+
+
+# Case 21: temperatures
+
+
+def test_tiny_temperatures_are_greedy_alone_and_together(tiny: ServerProcess) -> None:
+    body = {"prompt": [60, 61], "max_tokens": 16, "ignore_eos": True, "seed": 1}
+    temperatures = (0, 1e-12, 1e-8, 1e-4, 1e-2)
+    alone = [token_ids(tiny, **body, temperature=t)[0] for t in temperatures]
+    assert alone[0] == alone[1] == alone[2]
+    assert len(set(alone[0])) > 1
+    jobs = [functools.partial(token_ids, tiny, **body, temperature=t) for t in (*temperatures, 1.0)]
+    assert [ids[0] for ids in at_once(jobs)[:-1]] == alone
+
+
+@pytest.mark.parametrize("temperature", ["-0.1", "NaN", '"hot"', "1e9", "[]", "1e400", "true"])
+def test_bad_temperatures_are_400(tiny: ServerProcess, temperature: str) -> None:
+    body = f'{{"prompt": [60], "max_tokens": 2, "temperature": {temperature}}}'
+    response = tiny.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
+
+
+@pytest.mark.xfail(reason=PENALTIES, strict=True)
+def test_penalties_are_taken(tiny: ServerProcess) -> None:
+    body = {"prompt": [60], "max_tokens": 4, "temperature": 0}
+    for fields in ({"repetition_penalty": 1e3}, {"presence_penalty": -2}, {"presence_penalty": 2}):
+        assert tiny.post("completions", {**body, **fields}).status_code == 200
+
+
+# Case 23: token ids out of range, and what comes beside a running stream
+
+
+@pytest.mark.parametrize("prompt", [[VOCAB_SIZE], [-1], [2**40], [1, VOCAB_SIZE], [2**70]])
+def test_prompt_ids_out_of_range_are_400(tiny: ServerProcess, prompt: list[int]) -> None:
+    response = tiny.post("completions", {"prompt": prompt, "max_tokens": 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "bias", ['{"abc": 1}', '{"-1": 1}', '{"512": -100}', '{"5": "x"}', '{"5": 1e30}', '{"5": NaN}']
+)
+def test_illegal_logit_biases_are_400_beside_a_running_stream(tiny: ServerProcess, bias: str) -> None:
+    alone = tiny.complete([60, 61], max_tokens=100)["choices"][0]["text"]
+    stream = tiny.stream("completions", {"prompt": [60, 61], "max_tokens": 100, "temperature": 0, "ignore_eos": True})
+    first = next(stream)
+    content = f'{{"prompt": [60], "max_tokens": 2, "logit_bias": {bias}}}'
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{tiny.url}/v1/completions", content=content, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+    assert joined([first, *list(stream)[:-1]]) == alone
+    tiny.check_alive()
+
+
+@pytest.mark.xfail(reason=LOGIT_BIAS, strict=True)
+def test_logit_bias_forces_and_bans(tiny: ServerProcess) -> None:
+    assert set(token_ids(tiny, prompt=[60], max_tokens=4, logit_bias={"26": 100})[0]) == {26}
+
+
+# Case 27: malformed input
+
+BAD_BODIES = [b"{", b"", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 50_000]
+BAD_FIELDS = [
+    *({"max_tokens": value} for value in ("5", -1, 0, 1.5, True)),
+    *({"stream": value} for value in ("yes", 1)),
+    *({"stop": value} for value in (5, [""], [5])),
+    *({"n": value} for value in (0, 129, "2")),
+    *({"top_p": value} for value in (0, 2, "1")),
+    *({"top_k": value} for value in (-2, 1.5)),
+    *({"logit_bias": value} for value in ({"abc": 1}, {"999999": 1})),
+    *({"min_p": 2}, {"seed": "x"}, {"best_of": 3}, {"no_such_field": 1}, {"temperature": []}, {"echo": True}),
+    *({"stop_token_ids": value} for value in ([-1], [VOCAB_SIZE], "5")),
+    *({"min_tokens": 9, "max_tokens": 5}, {"priority": 1}),
+]
+BAD_MESSAGES = [
+    None,
+    [],
+    "hi",
+    [{}],
+    [{"role": 5, "content": "x"}],
+    [{"role": "alien", "content": "x"}],
+    [{"role": "user", "content": 7}],
+]
+ROUTES = {"completions": {"prompt": "x"}, "chat/completions": {"messages": HELLO}}
+
+
+def check_refused(response: httpx.Response, param: str | None = None) -> None:
+    """A 4xx with an error body, that names param."""
+    assert 400 <= response.status_code < 500, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.elapsed.total_seconds() < 2
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert param is None or param in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_malformed_bodies(tiny: ServerProcess, route: str) -> None:
+    for body in BAD_BODIES:
+        headers = {"Content-Type": "application/json"}
+        check_refused(tiny.client.post(f"/v1/{route}", content=body, headers=headers))
+    body = json.dumps(ROUTES[route]).encode()
+    check_refused(tiny.client.post(f"/v1/{route}", content=body), "Content-Type")
+    check_refused(tiny.client.post(f"/v1/{route}", content=body, headers={"Content-Type": "text/plain"}), "text/plain")
+    huge = b" " * 50_000_000 + body
+    check_refused(tiny.client.post(f"/v1/{route}", content=huge, headers={"Content-Type": "application/json"}), "bytes")
+    tiny.check_alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_malformed_fields(tiny: ServerProcess, route: str, stream: bool) -> None:
+    for fields in BAD_FIELDS:
+        response = tiny.post(route, {**ROUTES[route], "stream": stream, **fields})
+        check_refused(response, next(iter(fields)))
+    check_refused(tiny.post(route, {**ROUTES[route], "model": "nobody", "stream": stream}), "nobody")
+    assert tiny.post(route, {**ROUTES[route], "model": "nobody"}).status_code == 404
+    tiny.check_alive()
+
+
+def test_malformed_messages(tiny: ServerProcess) -> None:
+    for messages in BAD_MESSAGES:
+        check_refused(tiny.post("chat/completions", {"messages": messages}), "messages")
+    check_refused(tiny.post("chat/completions", {}), "messages")
+
+
+def test_wrong_routes_and_methods(tiny: ServerProcess) -> None:
+    for route in ROUTES:
+        assert tiny.client.get(f"/v1/{route}").status_code == 405
+        check_refused(tiny.client.get(f"/v1/{route}"))
+    check_refused(tiny.client.post("/v1/nothing", json={}), "/v1/nothing")
+    check_refused(tiny.client.get("/"))
+
+
+def test_lengths_beyond_the_context(tiny: ServerProcess) -> None:
+    response = tiny.post("completions", {"prompt": [5] * MAX_MODEL_LEN, "max_tokens": 1})
+    check_refused(response, str(MAX_MODEL_LEN))
+
+
+# The openai client
+
+
+def test_the_openai_client(tiny: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["TINY"]
+        assert client.models.retrieve("TINY").id == "TINY"
+        whole = client.chat.completions.create(
+            model="TINY", messages=HELLO, max_completion_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+        )
+        assert whole.usage.completion_tokens <= 8 and whole.usage.prompt_tokens_details.cached_tokens == 0
+        assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+        stream = client.chat.completions.create(
+            model="TINY",
+            messages=HELLO,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *chunks, last = stream
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+        assert last.choices == [] and last.usage == whole.usage
+        completion = client.completions.create(model="TINY", prompt=["the", "a"], max_tokens=3, n=2, stop=["\n\n"])
+        assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(model="TINY", messages=HELLO, frequency_penalty=0.5)
+        assert raised.value.param == "frequency_penalty"
+
+
+def test_chat_may_use_the_context_and_completions_stop_at_16(tiny: ServerProcess) -> None:
+    assert tiny.complete([60])["usage"]["completion_tokens"] == 16
+    stream = tiny.stream("chat/completions", {"messages": HELLO, "temperature": 0, "ignore_eos": True})
+    assert len([next(stream) for _ in range(60)]) == 60
+    stream.close()
+
+
+# Case 39: compilations
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_nothing_compiles_after_the_warm_up(tiny: ServerProcess, number: int) -> None:
+    import random
+
+    choose = random.Random(0)
+    kinds = (
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0, "logprobs": 5},
+        {"n": 2},
+        {"top_k": 5, "seed": 1},
+    )
+    bodies = [
+        {
+            "prompt": [choose.randrange(1, VOCAB_SIZE) for _ in range(choose.randint(1, 200))],
+            "max_tokens": choose.randint(1, 40),
+            "ignore_eos": True,
+            **choose.choice(kinds),
+        }
+        for _ in range(40)
+    ]
+    while bodies:
+        num_together = choose.randint(1, 7)
+        together, bodies = bodies[:num_together], bodies[num_together:]
+        for ids, body in zip(
+            at_once([functools.partial(token_ids, tiny, **b) for b in together]), together, strict=True
+        ):
+            assert {len(choice) for choice in ids} == {body["max_tokens"]}
+    assert tiny.metrics()["compilations_after_warmup_total"] == 0

@@ -1,0 +1,47 @@
+"""How many blocks fit the device."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from paxpage.engine.memory import CPU_CACHE_BYTES, MIB, num_blocks_that_fit
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, stats: dict[str, int] | None) -> None:
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+def test_what_is_left_of_the_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch, {"bytes_limit": 100 * MIB, "bytes_in_use": 30 * MIB})
+    assert num_blocks_that_fit(MIB, 10 * MIB, 0.9, most_useful=7) == 50
+    assert num_blocks_that_fit(3 * MIB, 10 * MIB, 0.9, most_useful=7) == 16
+    assert num_blocks_that_fit(MIB, 10 * MIB, 0.5, most_useful=7) == 10
+
+
+@pytest.mark.parametrize(("temporary_mib", "fits"), [(58, True), (59, False)])
+def test_at_least_the_null_block_and_one_more(monkeypatch: pytest.MonkeyPatch, temporary_mib: int, fits: bool) -> None:
+    on_device(monkeypatch, {"bytes_limit": 100 * MIB, "bytes_in_use": 30 * MIB})
+    if fits:
+        assert num_blocks_that_fit(MIB, temporary_mib * MIB, 0.9, most_useful=7) == 2
+    else:
+        with pytest.raises(ValueError, match=r"0\.9.*100 MiB.*30 MiB in use.*59 MiB.*1 MiB.*1\.00 MiB"):
+            num_blocks_that_fit(MIB, temporary_mib * MIB, 0.9, most_useful=7)
+
+
+def test_more_in_use_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch, {"bytes_limit": 100 * MIB, "bytes_in_use": 95 * MIB})
+    with pytest.raises(ValueError, match="leaves -5 MiB"):
+        num_blocks_that_fit(MIB, 0, 0.9, most_useful=7)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_block", "most_useful", "expected"),
+    [(MIB, 10**6, 1024), (MIB, 300, 300), (CPU_CACHE_BYTES, 300, 2), (MIB, 1, 2)],
+)
+def test_a_cpu_has_a_budget_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_block: int, most_useful: int, expected: int
+) -> None:
+    on_device(monkeypatch, None)
+    assert num_blocks_that_fit(bytes_per_block, 10 * MIB, 0.9, most_useful) == expected
