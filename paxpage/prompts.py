@@ -21,7 +21,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     bos = tokenizer.bos_token
     if bos and text.startswith(bos):
         plain_ids = list(tokenizer.encode(text, add_special_tokens=False))
-        is_doubled = token_ids[:1] == plain_ids[:1] == [tokenizer.bos_token_id] and len(token_ids) > len(plain_ids)
+        is_doubled = token_ids[:1] == plain_ids[:1] == [tokenizer.bos_token_id]
         if is_doubled and token_ids[1 : 1 + len(plain_ids)] == plain_ids:
             return token_ids[1:]
     return token_ids

@@ -13,6 +13,8 @@ import pytest
 
 PACKAGES = ("paxpage", "pallas_kernels")
 IS_GPU_RUN = os.environ.get("PAXPAGE_TEST_GPU") == "1"
+# An int passes for a float, as type checkers have it. jaxtyping takes the text of an expression.
+TYPE_CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 CACHE_BYTES = 2 * 2**30
 
 
@@ -21,7 +23,7 @@ def install_type_checks() -> None:
     too_early = [name for name in (*PACKAGES, "jax") if name in sys.modules]
     assert not too_early, f"imported before tests/conftest.py could set them up: {too_early}"
     if os.environ.get("PAXPAGE_NO_TYPECHECK") != "1":
-        jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")
+        jaxtyping.install_import_hook(PACKAGES, TYPE_CHECKER)
 
 
 def choose_device() -> None:

@@ -56,12 +56,14 @@ ZONES = {
     "models": Zone(("paxpage.models.*",), ("config", "kernels"), None),
     "batch": Zone(_in_engine("batch"), ("config", "host", "device"), None),
     "device": Zone(
-        _in_engine("kv_cache", "memory", "sampler", "step", "compilation", "model_runner"),
+        _in_engine("kv_cache", "memory", "sampler", "step", "model_runner"),
         ("config", "batch", "models", "kernels"),
         None,
     ),
     "engine": Zone(
-        _in_engine("engine", "build"), ("config", "host", "prompts", "models", "batch", "device", "kernels"), None
+        _in_engine("engine", "build", "compilation"),
+        ("config", "host", "prompts", "models", "batch", "device", "kernels"),
+        None,
     ),
     "llm": Zone(_in_engine("llm"), ("config", "host", "prompts", "models", "engine"), None),
     "exports": Zone(("paxpage", "paxpage.engine"), ("config", "host", "llm"), ()),

@@ -14,6 +14,7 @@ import numpy as np
 
 from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine.accounting import SlotAccount
+from paxpage.engine.batch import MAX_SUPPRESSED
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import KVCacheManager
@@ -287,6 +288,10 @@ class Engine:
         for token_id in params.stop_token_ids or ():
             allowed = f"ids below the vocabulary size ({self.vocab_size})"
             require(token_id < self.vocab_size, "stop_token_ids", token_id, allowed)
+        num_ends = len(self.generation.eos_token_ids) + len(params.stop_token_ids or ())
+        require(
+            num_ends <= MAX_SUPPRESSED, "stop_token_ids", params.stop_token_ids, f"{MAX_SUPPRESSED} with the EOS ids"
+        )
         needs_text = bool(params.stop_strings)
         require(
             self.tokenizer is not None or not needs_text, "stop", params.stop, "nothing: this model has no tokenizer"

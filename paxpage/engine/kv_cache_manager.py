@@ -49,15 +49,19 @@ class KVCacheManager:
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Makes room for the request's first num_tokens tokens; False, and nothing taken, when the pool is short."""
         row = request.row
+        if num_tokens > self.num_blocks_of_row[row] * self.block_size and not self._grow(row, num_tokens):
+            return False
+        self._num_held += num_tokens - self._num_held_of_row[row]
+        self._num_held_of_row[row] = num_tokens
+        return True
+
+    def _grow(self, row: int, num_tokens: int) -> bool:
         held = self.num_blocks_of_row[row]
         num_new = self.num_blocks_for(num_tokens) - held
         if num_new > self.pool.num_free:
             return False
-        if num_new > 0:
-            self.block_tables[row, held : held + num_new] = self.pool.allocate(num_new)
-            self.num_blocks_of_row[row] = held + num_new
-        self._num_held += num_tokens - self._num_held_of_row[row]
-        self._num_held_of_row[row] = num_tokens
+        self.block_tables[row, held : held + num_new] = self.pool.allocate(num_new)
+        self.num_blocks_of_row[row] = held + num_new
         return True
 
     def release(self, request: Request) -> None:

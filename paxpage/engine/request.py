@@ -30,8 +30,8 @@ class Request:
 
     There is no prefill phase: num_computed_tokens (tokens whose keys and values are in the cache, or will be when the
     steps in flight end) catches up with num_tokens, and a step that reaches it samples the next token. Preemption
-    sets it back to 0. num_pending_tokens have been sampled by steps in flight: they count, but the host does not know
-    them yet. Only the scheduler mutates a request.
+    sets it back to 0. num_tokens runs ahead of token_ids by the tokens that steps in flight have sampled and the host
+    does not know yet. Only the scheduler mutates a request.
 
     max_tokens is the resolved limit of new tokens (the context length included), seed the resolved 64-bit seed,
     eos_token_ids the model's own ends of sequence.
@@ -40,7 +40,7 @@ class Request:
     __slots__ = (
         *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
         *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
-        *("num_computed_tokens", "num_pending_tokens", "batch_index", "num_preemptions", "finish_reason"),
+        *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
         *("stop_reason", "packed_params"),
     )
 
@@ -59,6 +59,8 @@ class Request:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)  # the prompt, then the output
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_tokens = self.num_prompt_tokens  # prompt and output, those in flight included
+        self.max_num_tokens = self.num_prompt_tokens + max_tokens
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
@@ -71,7 +73,6 @@ class Request:
         self.row = -1  # its row of the block tables while running
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
-        self.num_pending_tokens = 0
         self.batch_index = -1  # its row in the last batch that it was part of
         self.packed_params: Any = None  # the batch builder's, made once
         self.num_preemptions = 0
@@ -84,11 +85,6 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far, those in flight included."""
-        return len(self.token_ids) + self.num_pending_tokens
-
-    @property
     def num_output_tokens(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -99,9 +95,13 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def is_last_token_pending(self) -> bool:
-        """Whether the steps in flight bring all the tokens that the request may still have."""
-        return self.num_output_tokens + self.num_pending_tokens >= self.max_tokens
+    def num_pending_tokens(self) -> int:
+        """Tokens sampled by steps in flight, which the host does not know yet."""
+        return self.num_tokens - len(self.token_ids)
+
+    def forget_pending(self) -> None:
+        """The steps in flight are lost, and their tokens with them."""
+        self.num_tokens = len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -111,6 +111,7 @@ class Request:
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a sampled token in; returns why the request ends with it, or None. Sets stop_reason."""
         self.token_ids.append(token_id)
+        self.num_tokens = max(self.num_tokens, len(self.token_ids))
         if self.num_output_tokens >= self.params.min_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.STOP

@@ -27,8 +27,6 @@ def _as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
 class SamplingParams:
     """Sampling options of one request. The names and defaults are vLLM's.
 
-    A field that is None takes its default where the docstring's table gives one.
-
     n: samples per prompt. Sample i of a seeded request uses seed + i.
     temperature: 0 (or anything under 1e-5) is greedy; at most 1e6.
     top_p, top_k, min_p: keep the most likely tokens; top_k 0 or -1 keeps all. Ties with the last kept one stay.

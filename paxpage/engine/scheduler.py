@@ -90,7 +90,6 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 self.num_wasted_rows += 1
             elif row.is_sampled:
-                request.num_pending_tokens -= 1
                 reason = request.append(token_ids[index])
                 if reason is not None:
                     self.finish(request, reason)
@@ -108,14 +107,14 @@ class Scheduler:
         for request in self.running[::-1] + self.ending[::-1]:
             self._preempt(request)
         for request in self.waiting:
-            request.num_pending_tokens = 0
+            request.forget_pending()
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.sequence_number)
 
     def _release_ending(self) -> None:
         """Requests that will end by length with the step in flight give their blocks to the one being scheduled."""
-        for request in [request for request in self.running if request.is_last_token_pending]:
+        for request in [request for request in self.running if request.num_tokens >= request.max_num_tokens]:
             self._remove(request)
             request.status = RequestStatus.ENDING
             self.ending.append(request)
@@ -128,7 +127,8 @@ class Scheduler:
             request = self.running[position]
             position += 1
             # Each request behind this one keeps a token, so that a long prefill never stops others' decoding.
-            num_tokens = min(request.num_uncomputed_tokens, budget - (len(self.running) - position))
+            wanted = request.num_tokens - request.num_computed_tokens
+            num_tokens = min(wanted, budget - (len(self.running) - position))
             if self._make_room(batch, request, num_tokens):
                 self._take(batch, request, num_tokens)
                 budget -= num_tokens
@@ -145,9 +145,10 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+        promised = self._num_promised_blocks() if self.waiting else 0
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            if not self._can_admit(request):
+            if not self._can_admit(request, promised):
                 break
             del self.waiting[0]
             self._admit(request)
@@ -156,17 +157,21 @@ class Scheduler:
             assert is_allocated, "admission checked the pool"
             self._take(batch, request, num_tokens)
             budget -= num_tokens
+            promised += self.manager.num_missing_blocks(request)
 
-    def _can_admit(self, request: Request) -> bool:
+    def _can_admit(self, request: Request, promised: int) -> bool:
         """Whether all its present tokens fit beside what running requests still need, and one more block for each.
 
         Without that reserve a request would be admitted only to be preempted a few steps later.
         """
         if not self.running:
             return True
-        promised = sum(self.manager.num_missing_blocks(other) for other in self.running)
-        reserve = len(self.running)
+        reserve = len(self.running) + 1
         return self.manager.num_missing_blocks(request) + promised + reserve <= self.manager.pool.num_free
+
+    def _num_promised_blocks(self) -> int:
+        """Blocks that running requests still lack for the tokens they have; only those in mid-prompt lack any."""
+        return sum(self.manager.num_missing_blocks(request) for request in self.running)
 
     def _admit(self, request: Request) -> None:
         self.manager.assign_row(request)
@@ -175,14 +180,14 @@ class Scheduler:
 
     def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        request.num_computed_tokens = start + num_tokens
-        is_sampled = request.num_computed_tokens == request.num_tokens
-        is_known = request.num_computed_tokens <= request.num_known_tokens
-        assert is_known or (num_tokens == 1 and start == request.num_known_tokens), request.request_id
-        previous_index = -1 if is_known else request.batch_index
+        end = request.num_computed_tokens = start + num_tokens
+        num_known = len(request.token_ids)
+        assert end <= num_known or (num_tokens == 1 and start == num_known), request.request_id
+        previous_index = -1 if end <= num_known else request.batch_index
+        is_sampled = end == request.num_tokens
+        request.batch_index = len(batch.rows)
+        request.num_tokens += is_sampled
         batch.rows.append(ScheduledRow(request, start, num_tokens, is_sampled, previous_index))
-        request.batch_index = len(batch.rows) - 1
-        request.num_pending_tokens += is_sampled
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)

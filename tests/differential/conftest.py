@@ -8,9 +8,9 @@ import pytest
 
 from tests.differential.models import CHECKPOINTS
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
-from tests.helpers.fixtures import unchecked_types
+from tests.helpers.fixtures import shelf, unchecked_types
 
-__all__ = ["unchecked_types"]
+__all__ = ["shelf", "unchecked_types"]
 
 
 class Family(NamedTuple):

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from paxpage import LLM, CompletionOutput, SamplingParams
+from paxpage import LLM, CompletionOutput, RequestOutput, SamplingParams
 from paxpage.engine.engine import Engine
 
 
@@ -75,3 +76,26 @@ def assert_idle(engine: Engine) -> None:
     assert (usage.allocated, usage.holding) == (0, 0)
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+
+class Arrival(NamedTuple):
+    """A request that arrives before step number at_step."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    at_step: int = 0
+
+
+def serve(engine: Engine, arrivals: dict[str, Arrival]) -> dict[str, RequestOutput]:
+    """Steps the engine until all is done; requests that arrive at one step do so in the order given."""
+    outputs: dict[str, RequestOutput] = {}
+    waiting = dict(arrivals)
+    num_steps = 0
+    while waiting or engine.has_unfinished_requests():
+        for request_id, arrival in list(waiting.items()):
+            if arrival.at_step <= num_steps:
+                engine.add_request(request_id, list(arrival.prompt), arrival.params)
+                del waiting[request_id]
+        outputs.update({delta.request_id: delta.output for delta in engine.step() if delta.output is not None})
+        num_steps += 1
+    return outputs

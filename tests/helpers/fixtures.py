@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import jaxtyping
 import pytest
 
+from tests.helpers.shelf import Shelf
+
+SHELF = pytest.StashKey[Shelf]()
+
 
 @pytest.fixture(autouse=True)
 def unchecked_types() -> Iterator[None]:
@@ -17,3 +21,13 @@ def unchecked_types() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="session")
+def shelf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """One shelf for the whole session, whichever conftest imports this fixture."""
+    stash = request.config.stash
+    if SHELF not in stash:
+        stash[SHELF] = Shelf(tmp_path_factory.mktemp("shelf"))
+        request.config.add_cleanup(stash[SHELF].close)
+    return stash[SHELF]

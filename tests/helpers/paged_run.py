@@ -113,6 +113,4 @@ class PagedRun:
 
 def _trace(request: Request, parts: list[tuple[np.ndarray, ...]]) -> Trace:
     residuals, hidden, logits = zip(*parts, strict=True)
-    return Trace(
-        request.token_ids, np.concatenate(residuals, axis=1), np.concatenate(hidden), np.concatenate(logits)
-    )
+    return Trace(request.token_ids, np.concatenate(residuals, axis=1), np.concatenate(hidden), np.concatenate(logits))

@@ -150,7 +150,8 @@ def test_no_token_goes_to_the_null_block() -> None:
 
 def row_of(params: SamplingParams, *, seed: int = 0, num_outputs: int = 0, eos: tuple[int, ...] = ()) -> ScheduledRow:
     request = Request("a", [1, 2, 3], params, max_tokens=99, seed=seed, eos_token_ids=frozenset(eos))
-    request.token_ids += [9] * num_outputs
+    for _ in range(num_outputs):
+        request.append(9)
     return ScheduledRow(request, 0, request.num_tokens, is_sampled=True, previous_index=-1)
 
 
@@ -189,7 +190,7 @@ def test_a_token_in_flight_counts() -> None:
     """The position and min_tokens of a row whose last token only the device knows."""
     params = SamplingParams(min_tokens=2, stop_token_ids=[30])
     row = row_of(params, num_outputs=1)
-    row.request.num_pending_tokens = 1
+    row.request.num_tokens += 1
     row = row._replace(start=4, num_tokens=1, previous_index=0)
     packed = pack_sampling([row], 1)[0]
     assert (packed[6], packed[7]) == (5, NO_TOKEN)

@@ -83,17 +83,21 @@ def test_the_limit_of_the_context_comes_before_min_tokens() -> None:
 
 def test_tokens_in_flight_count_as_tokens_and_not_as_output() -> None:
     request = request_with(SamplingParams(), 3)
-    request.num_computed_tokens, request.num_pending_tokens = 3, 1
+    request.num_computed_tokens, request.num_tokens = 3, request.num_tokens + 1
     assert (request.num_known_tokens, request.num_tokens, request.num_output_tokens) == (3, 4, 0)
     assert request.num_uncomputed_tokens == 1
 
 
-def test_whether_the_last_token_is_in_flight() -> None:
+def test_a_token_that_arrives_was_counted_when_it_was_sampled() -> None:
     request = request_with(SamplingParams(), 2)
-    found = []
-    for num_pending in (0, 1, 2):
-        request.num_pending_tokens = num_pending
-        found.append(request.is_last_token_pending)
-    request.append(4)
-    request.num_pending_tokens = 1
-    assert [*found, request.is_last_token_pending] == [False, False, True, True]
+    request.num_tokens += 1
+    assert request.num_pending_tokens == 1
+    assert request.append(4) is None
+    assert (request.num_pending_tokens, request.num_tokens, request.num_output_tokens) == (0, 4, 1)
+
+
+def test_tokens_in_flight_can_be_lost() -> None:
+    request = request_with(SamplingParams(), 2)
+    request.num_tokens += 2
+    request.forget_pending()
+    assert (request.num_pending_tokens, request.num_tokens) == (0, 3)

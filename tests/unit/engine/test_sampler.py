@@ -93,7 +93,8 @@ def compiled_sample(num_top: int | None) -> object:
 
 def row_of(params: SamplingParams, *, seed: int = 0, num_outputs: int = 0, eos: tuple[int, ...] = ()) -> ScheduledRow:
     request = Request("a", [1, 2, 3], params, max_tokens=99, seed=seed, eos_token_ids=frozenset(eos))
-    request.token_ids += [9] * num_outputs
+    for _ in range(num_outputs):
+        request.append(9)
     return ScheduledRow(request, 0, request.num_tokens, is_sampled=True, previous_index=-1)
 
 

@@ -136,7 +136,7 @@ def test_first_come_first_served_knows_no_priority() -> None:
 
 
 def test_the_least_urgent_is_preempted_first() -> None:
-    scheduler = make_scheduler(Sizes(num_usable=4, block_size=4, policy="priority"))
+    scheduler = make_scheduler(Sizes(num_usable=5, block_size=4, policy="priority"))
     model = FakeModel(scheduler.manager)
     add_all(scheduler, make_request("late", 3, 9, priority=2))
     step(scheduler, model)

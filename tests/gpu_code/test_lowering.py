@@ -1,0 +1,62 @@
+"""Every GPU kernel and every kind of step lowers for CUDA with plain jax, on any machine."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import kv_cache_write, paged_attention
+from paxpage.config import ModelConfig
+from paxpage.engine import kv_cache, step
+from paxpage.engine.batch import StepShape
+from paxpage.models import registry
+from tests.gpu_code.lowering import as_h200
+
+HEADS = [(32, 8, 128), (9, 3, 64), (5, 1, 80), (6, 2, 96), (8, 1, 256)]
+SIZES = {"one row": (1, 1), "decode": (32, 32), "mixed": (64, 8)}
+
+
+def lower_for_cuda(function, arguments: tuple) -> str:
+    with as_h200():
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+def test_paged_attention_lowers(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, size: str) -> None:
+    num_tokens, num_rows = SIZES[size]
+    cache = array((2, 100, num_kv_heads, 16, head_dim), dtype)
+    ints = (array((num_rows, 64), "int32"), array((num_rows,), "int32"), array((num_rows + 1,), "int32"))
+    attend = functools.partial(paged_attention, layer=1, backend="triton")
+    text = lower_for_cuda(attend, (array((num_tokens, num_heads, head_dim), dtype), cache, cache, *ints))
+    assert "paged_attention_decode" in text
+    assert ("paged_attention_prefill" in text) == (num_tokens > num_rows)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_kv_cache_write_lowers(block_size: int, dtype: str) -> None:
+    cache, new = array((2, 10, 3, block_size, 80), dtype), array((7, 3, 80), "float32")
+    write = functools.partial(kv_cache_write, layer=1, backend="triton")
+    assert "kv_cache_write" in lower_for_cuda(write, (cache, cache, new, new, array((7,), "int32")))
+
+
+@pytest.mark.parametrize("architecture", list(registry.ARCHITECTURES))
+@pytest.mark.parametrize(("num_tokens", "num_rows"), SIZES.values(), ids=list(SIZES))
+def test_a_step_of_every_family_lowers(architecture: str, num_tokens: int, num_rows: int) -> None:
+    is_qwen2, is_qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
+    config = ModelConfig(architecture, 512, 128, 256, 2, 4, 2, 64, 1024, has_qkv_bias=is_qwen2, has_qk_norm=is_qwen3)
+    model = registry.abstract_model(config, "bfloat16")
+    graphdef, params = registry.split(model)
+    shape = StepShape(num_tokens, num_rows, 64)
+    run = functools.partial(step.forward, graphdef=graphdef, shape=shape, backend="triton")
+    cache = kv_cache.abstract_cache(model.kv_spec, 100, 16, "bfloat16")
+    text = lower_for_cuda(run, (params, cache, step.abstract_inputs(shape), array((32,), "int32")))
+    # One kernel for all layers, called once in each.
+    assert "paged_attention_decode" in text and "kv_cache_write" in text

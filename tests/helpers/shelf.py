@@ -1,0 +1,73 @@
+"""LLMs that many tests share, each built when first asked for and closed when the session ends."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paxpage import LLM
+from paxpage.models.embedded import default_model_path
+from paxpage.models.loading import open_model
+from tests.helpers.checkpoints import TINY, write_checkpoint
+from tests.helpers.oracle import GAPS, GreedyJudge, judge_by
+from tests.helpers.smol import transformers_model
+
+
+class Limits(NamedTuple):
+    """What an LLM is built with. num_blocks counts the null block; max_model_len None: all that the pool holds."""
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    num_blocks: int | None = None
+    max_model_len: int | None = 512
+    dtype: str = "float32"
+
+
+ROOMY = Limits()
+SMOL_LIMITS = Limits(max_num_batched_tokens=64, max_model_len=256)
+
+
+class Shelf:
+    """TINY and SMOL, as LLMs by their limits and as transformers' models."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tiny_folder = folder / "TINY"
+        self.tiny_oracle = write_checkpoint(self.tiny_folder, TINY)
+        self._smol_oracle: Any = None
+        self._llms: dict[tuple[str, Limits], LLM] = {}
+
+    def tiny(self, limits: Limits = ROOMY) -> LLM:
+        """A random two-layer Llama without a tokenizer."""
+        return self._llm(str(self.tiny_folder), limits)
+
+    def smol(self, limits: Limits = SMOL_LIMITS) -> LLM:
+        """SmolLM2-135M-Instruct."""
+        return self._llm(default_model_path(), limits)
+
+    def tiny_judge(self, dtype: str = "float32") -> GreedyJudge:
+        """By transformers' TINY in float32; the gap is the one for dtype."""
+        return judge_by(self.tiny_oracle, GAPS[dtype])
+
+    def smol_judge(self, dtype: str = "float32") -> GreedyJudge:
+        """By transformers' SMOL in float32; the gap is the one for dtype."""
+        if self._smol_oracle is None:
+            config = open_model(default_model_path()).config
+            self._smol_oracle = transformers_model(config, self.smol().engine.runner.params)
+        return judge_by(self._smol_oracle, GAPS[dtype])
+
+    def close(self) -> None:
+        """Closes every LLM."""
+        for llm in self._llms.values():
+            llm.close()
+        self._llms.clear()
+
+    def _llm(self, model: str, limits: Limits) -> LLM:
+        if (model, limits) not in self._llms:
+            self._llms[model, limits] = LLM(
+                model,
+                dtype=limits.dtype,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                num_blocks=limits.num_blocks,
+                max_model_len=limits.max_model_len,
+                show_progress=False,
+            )
+        return self._llms[model, limits]
