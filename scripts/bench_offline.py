@@ -120,7 +120,8 @@ class Bench:
         """Throughput."""
         work = requests(512, SEED, self.vocab_size)
         prompts, num_outputs = [r.prompt_token_ids for r in work], [r.num_output_tokens for r in work]
-        before = self.llm.engine.stats().num_steps
+        meter, before = self.llm.engine.idle_meter, self.llm.engine.stats().num_steps
+        meter.idle_s, meter.num_idle_launches = 0.0, 0
         median_s, times = self.median(lambda: (prompts, num_outputs), self.args.reps1)
         num_steps = (self.llm.engine.stats().num_steps - before) / self.args.reps1
         slots = self.llm.engine.slots
@@ -129,6 +130,8 @@ class Bench:
             "out_tok_s": round(sum(num_outputs) / median_s, 1),
             "num_steps": num_steps,
             "ms_per_step": round(1e3 * median_s / num_steps, 3),
+            "device_idle_percent_at_most": round(100 * meter.idle_s / sum(times), 2),
+            "idle_launches_percent": round(100 * meter.num_idle_launches / (num_steps * self.args.reps1), 2),
             "waste_percent": round(100 * slots.waste_fraction, 2),
         }
         self.emit("1_offline_throughput", result)

@@ -61,7 +61,7 @@ ZONES = {
         None,
     ),
     "engine": Zone(
-        _in_engine("engine", "build", "compilation"),
+        _in_engine("engine", "build", "served_model", "compilation"),
         ("config", "host", "prompts", "models", "batch", "device", "kernels"),
         None,
     ),

@@ -1,46 +1,26 @@
-"""From a model and an EngineConfig to a running Engine: weights, sizes, compiled steps."""
+"""From a model and an EngineConfig to a running Engine: sizes, compiled steps, weights."""
 
 import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
-from paxpage.config import EngineConfig, ModelConfig, SchedulerConfig, require
+from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine import kv_cache, memory, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.compilation import use_persistent_cache
 from paxpage.engine.engine import Engine
 from paxpage.engine.model_runner import ModelRunner, step_shapes
+from paxpage.engine.served_model import Loaded, Model, ServedModel, describe
 from paxpage.models import registry
-from paxpage.models.checkpoint import check_params
-from paxpage.models.generation import GenerationDefaults, with_tokenizer
-from paxpage.models.loading import LoadOptions, load_params, load_tokenizer, open_model
-from paxpage.models.protocol import CausalLM, KVSpec
+from paxpage.models.loading import LoadOptions
 from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODULE_LEN = 2048  # max_model_len of a module that names no max_position_embeddings
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 8192)}  # platform: (max_num_seqs, max_num_batched_tokens)
-
-Model = str | ModelConfig | nnx.Module
-
-
-class ServedModel(NamedTuple):
-    """A model ready to be served, wherever it came from."""
-
-    name: str
-    graphdef: nnx.GraphDef
-    params: Params
-    spec: KVSpec
-    dtype: str  # of the keys and values, unless the user chooses another
-    max_position_embeddings: int
-    tokenizer: Any
-    generation: GenerationDefaults
 
 
 def build_engine(
@@ -64,20 +44,38 @@ def build_engine(
     options = dataclasses.replace(
         options, dtype=config.dtype, load_format=config.load_format, seed=config.seed, show_progress=show_progress
     )
-    served = _serve_model(model, params, tokenizer, options)
+    served = describe(model, params, tokenizer, options)
     if served_model_name is not None:
         served = served._replace(name=served_model_name)
     limits = _limits(config, served)
-    runner = _build_runner(config, limits, served)
-    limits = _fit(config, limits, runner.num_blocks)
-    runner.warm_up(show_progress=show_progress)
-    engine = Engine(
-        runner, config, limits,
-        tokenizer=served.tokenizer, generation=served.generation, vocab_size=runner.vocab_size, model_name=served.name,
-        is_async=_platform() == "gpu" if config.async_scheduling is None else config.async_scheduling,
-    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(served.load)
+        if _platform() == "gpu":
+            loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
+        runner = _make_runner(config, limits, served)
+        limits = _fit(config, limits, runner.num_blocks)
+        starting = pool.submit(lambda: runner.start(loading.result().params))
+        runner.warm_up(show_progress=show_progress)
+        starting.result()
+    engine = _make_engine(runner, config, limits, served.name, loading.result())
     logger.info(start_up_line(engine))
     return engine
+
+
+def _make_engine(
+    runner: ModelRunner, config: EngineConfig, limits: SchedulerConfig, name: str, loaded: Loaded
+) -> Engine:
+    is_async = _platform() == "gpu" if config.async_scheduling is None else config.async_scheduling
+    return Engine(
+        runner,
+        config,
+        limits,
+        tokenizer=loaded.tokenizer,
+        generation=loaded.generation,
+        vocab_size=runner.vocab_size,
+        model_name=name,
+        is_async=is_async,
+    )
 
 
 def start_up_line(engine: Engine) -> str:
@@ -92,52 +90,6 @@ def start_up_line(engine: Engine) -> str:
         f"({2 * cache.k.nbytes / 2**20:,.0f} MiB) holds {num_tokens:,} tokens, {num_tokens / engine.max_model_len:.1f} "
         f"requests of the full {engine.max_model_len:,}; attention backend {runner.attention_backend}"
     )
-
-
-def _serve_model(model: Model, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
-    if isinstance(model, nnx.Module):
-        require(params is None, "params", "a pytree", "nothing beside an NNX module, which holds its own")
-        return _from_module(model, tokenizer, options)
-    if isinstance(model, ModelConfig):
-        require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
-        assert params is not None
-        return _from_config(model, params, tokenizer, "model", GenerationDefaults())
-    return _from_files(model, params, tokenizer, options)
-
-
-def _from_files(model: str, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
-    if isinstance(tokenizer, str):
-        options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
-    source = open_model(model, options)
-    with ThreadPoolExecutor(1) as pool:  # a tokenizer is seconds of imports and parsing: beside the weights
-        loading = pool.submit(load_tokenizer, source) if tokenizer is None else None
-        params = load_params(source) if params is None else params
-        tokenizer = tokenizer if loading is None else loading.result()
-    generation = with_tokenizer(source.generation, tokenizer)
-    return _from_config(source.config, params, tokenizer, source.name, generation)
-
-
-def _from_config(
-    config: ModelConfig, params: Params, tokenizer: Any, name: str, generation: GenerationDefaults
-) -> ServedModel:
-    check_params(config, params)
-    dtype = jax.tree.leaves(params)[0].dtype.name
-    module = registry.abstract_model(config, dtype)
-    graphdef, _ = registry.split(module)
-    length = config.max_position_embeddings
-    return ServedModel(name, graphdef, params, module.kv_spec, dtype, length, tokenizer, generation)
-
-
-def _from_module(module: nnx.Module, tokenizer: Any, options: LoadOptions) -> ServedModel:
-    is_model = isinstance(module, CausalLM)
-    allowed = "modules with kv_spec, __call__ and compute_logits (models.protocol)"
-    require(is_model, "model", type(module).__name__, allowed)
-    spec: KVSpec = getattr(module, "kv_spec")  # noqa: B009 (the type checker knows nnx.Module alone)
-    graphdef, params = registry.split(module)
-    length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
-    dtype = next(leaf.dtype.name for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
-    generation = GenerationDefaults()
-    return ServedModel(type(module).__name__, graphdef, params, spec, dtype, length, tokenizer, generation)
 
 
 def _limits(config: EngineConfig, served: ServedModel) -> SchedulerConfig:
@@ -169,7 +121,7 @@ def _fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> Sche
     return dataclasses.replace(limits, max_model_len=capacity)
 
 
-def _build_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) -> ModelRunner:
+def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) -> ModelRunner:
     blocks_per_row = -(-limits.max_model_len // config.block_size)
     shapes = step_shapes(_platform(), limits.max_num_seqs, limits.max_num_batched_tokens, blocks_per_row)
     dtype = served.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -182,7 +134,7 @@ def _build_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedM
         num_blocks = memory.num_blocks_that_fit(bytes_per_block, temporary_bytes, share, most_useful)
     _fit(config, limits, num_blocks)
     return ModelRunner(
-        served.graphdef, served.params, served.spec, shapes,
+        served.graphdef, served.abstract_params, served.spec, shapes,
         num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, max_logprobs=config.max_logprobs,
     )  # fmt: skip
 
@@ -191,6 +143,7 @@ def _temporary_bytes(served: ServedModel, shape: StepShape, block_size: int, dty
     """What the largest step takes beside params and cache; asked of the compiler only where memory is bounded."""
     if jax.local_devices()[0].memory_stats() is None:
         return 0
-    abstract = step.abstract(served.params)
     cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    return step.temporary_bytes(step.compile_forward(served.graphdef, abstract, cache, shape, shape.num_rows))
+    return step.temporary_bytes(
+        step.compile_forward(served.graphdef, served.abstract_params, cache, shape, shape.num_rows)
+    )

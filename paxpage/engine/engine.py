@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paxpage.config import EngineConfig, SchedulerConfig, require
-from paxpage.engine.accounting import SlotAccount
+from paxpage.engine.accounting import IdleMeter, SlotAccount
 from paxpage.engine.batch import MAX_SUPPRESSED
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
@@ -151,6 +151,7 @@ class Engine:
         self._manager = KVCacheManager(pool, config.block_size, limits.max_num_seqs, limits.max_model_len)
         self.scheduler = Scheduler(limits, self._manager)
         self.slots = SlotAccount()
+        self.idle_meter = IdleMeter()
         self._groups: dict[str, Group] = {}
         self._samples: dict[str, Sample] = {}  # by Request.request_id
         self._seeds = np.random.default_rng(config.seed)
@@ -343,7 +344,9 @@ class Engine:
                 row.request.first_scheduled_time_s = now_s
         self._num_scheduled_tokens = batch.num_tokens
         self.slots.add(self._manager.usage())
+        was_busy = self._in_flight[-1][1].is_running() if self._in_flight else None
         self._in_flight.append((batch, self.runner.launch(batch, self._manager)))
+        self.idle_meter.launched(was_busy)
         return batch
 
     def _collect(self) -> list[CompletionDelta]:
@@ -351,6 +354,7 @@ class Engine:
         if not self._in_flight:
             return []
         batch, launched = self._in_flight.popleft()
+        self.idle_meter.saw(launched.is_running())
         tokens = self.runner.fetch(launched)
         self._is_recovering = False
         updated = self.scheduler.update(batch, tokens.token_ids)

@@ -9,9 +9,10 @@ from typing import Any
 from tqdm import tqdm
 
 from paxpage.config import EngineConfig, require
-from paxpage.engine.build import Model, build_engine
+from paxpage.engine.build import build_engine
 from paxpage.engine.engine import Engine, PreparedRequest
 from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.served_model import Model
 from paxpage.models.registry import Params
 from paxpage.outputs import RequestOutput
 from paxpage.prompts import render_chat

@@ -62,6 +62,10 @@ class Launched(NamedTuple):
     token_ids: jax.Array  # int32 [max_rows]
     details: sampler.SampledTokens | None  # when somebody wants log-probabilities
 
+    def is_running(self) -> bool:
+        """Whether the device has not finished it yet; does not wait."""
+        return not self.token_ids.is_ready()
+
 
 class ModelRunner:
     """Runs scheduled batches. The cache is donated to each step and replaced by what the step returns.
@@ -73,7 +77,7 @@ class ModelRunner:
     def __init__(
         self,
         graphdef: nnx.GraphDef,
-        params: Params,
+        abstract_params: Params,
         spec: KVSpec,
         shapes: Sequence[StepShape],
         *,
@@ -82,17 +86,23 @@ class ModelRunner:
         dtype: str,
         max_logprobs: int,
     ) -> None:
-        self.params = params
+        """Nothing is on the device before start(); warm_up() may run before or beside it."""
         self.shapes = list(shapes)
         self.num_blocks = num_blocks
         self.max_rows = max(shape.num_rows for shape in shapes)
         self.attention_backend = default_backend()
+        self.params: Params = {}
+        self.cache: kv_cache.KVCache | None = None
         self._graphdef = graphdef
+        self._abstract_params = abstract_params
         self._cache_args = (spec, num_blocks, block_size, dtype)
         self._max_logprobs = max_logprobs
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self.cache: kv_cache.KVCache | None = None
         self._previous: jax.Array | None = None  # the tokens of the last step launched
+
+    def start(self, params: Params) -> None:
+        """Takes the params (not copied) and allocates the cache."""
+        self.params = params
         self.reset()
 
     @functools.cached_property
@@ -105,7 +115,7 @@ class ModelRunner:
         return output.logits.shape[1]
 
     def _abstract(self) -> tuple[Params, kv_cache.KVCache]:
-        return step.abstract(self.params), kv_cache.abstract_cache(*self._cache_args)
+        return self._abstract_params, kv_cache.abstract_cache(*self._cache_args)
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""

@@ -1,0 +1,99 @@
+"""A model to be served, described before it is loaded: a folder, a config with params, or a researcher's own module."""
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paxpage.config import ModelConfig, require
+from paxpage.engine import step
+from paxpage.models import registry
+from paxpage.models.checkpoint import check_params
+from paxpage.models.generation import GenerationDefaults, with_tokenizer
+from paxpage.models.loading import LoadOptions, ModelSource, load_params, load_tokenizer, open_model
+from paxpage.models.protocol import CausalLM, KVSpec
+from paxpage.models.registry import Params
+
+DEFAULT_MODULE_LEN = 2048  # max_model_len of a module that names no max_position_embeddings
+
+Model = str | ModelConfig | nnx.Module
+
+
+class Loaded(NamedTuple):
+    """What takes time to come by."""
+
+    params: Params
+    tokenizer: Any  # a transformers tokenizer, or None
+    generation: GenerationDefaults
+
+
+class ServedModel(NamedTuple):
+    """All that compiling takes, and a function that brings the rest."""
+
+    name: str
+    graphdef: nnx.GraphDef
+    abstract_params: Params  # jax.ShapeDtypeStruct
+    spec: KVSpec
+    dtype: str  # of the keys and values, unless the user chooses another
+    max_position_embeddings: int
+    load: Callable[[], Loaded]
+
+
+def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
+    """Finds and checks a model without reading its weights. Arguments as for build.build_engine; ValueError by name."""
+    if isinstance(model, nnx.Module):
+        require(params is None, "params", "a pytree", "nothing beside an NNX module, which holds its own")
+        return _from_module(model, tokenizer)
+    if isinstance(model, ModelConfig):
+        require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
+        assert params is not None
+        loaded = Loaded(params, tokenizer, GenerationDefaults())
+        return _from_config("model", model, _dtype_of(params), params, lambda: loaded)
+    return _from_files(model, params, tokenizer, options)
+
+
+def _from_files(model: str, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
+    if isinstance(tokenizer, str):
+        options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
+    source = open_model(model, options)
+    dtype = source.dtype if params is None else _dtype_of(params)
+    return _from_config(source.name, source.config, dtype, params, lambda: _load(source, params, tokenizer))
+
+
+def _load(source: ModelSource, params: Params | None, tokenizer: Any) -> Loaded:
+    with ThreadPoolExecutor(1) as pool:  # a tokenizer is seconds of imports and parsing: beside the weights
+        loading = pool.submit(load_tokenizer, source) if tokenizer is None else None
+        params = load_params(source) if params is None else params
+        tokenizer = tokenizer if loading is None else loading.result()
+    return Loaded(params, tokenizer, with_tokenizer(source.generation, tokenizer))
+
+
+def _from_config(
+    name: str, config: ModelConfig, dtype: str, params: Params | None, load: Callable[[], Loaded]
+) -> ServedModel:
+    if params is not None:
+        check_params(config, params)
+    module = registry.abstract_model(config, dtype)
+    graphdef, abstract_params = registry.split(module)
+    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, config.max_position_embeddings, load)
+
+
+def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
+    is_model = isinstance(module, CausalLM)
+    allowed = "modules with kv_spec, __call__ and compute_logits (models.protocol)"
+    require(is_model, "model", type(module).__name__, allowed)
+    spec: KVSpec = getattr(module, "kv_spec")  # noqa: B009 (the type checker knows nnx.Module alone)
+    graphdef, params = registry.split(module)
+    length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
+    loaded = Loaded(params, tokenizer, GenerationDefaults())
+    name = type(module).__name__
+    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, lambda: loaded)
+
+
+def _dtype_of(params: Params) -> str:
+    leaves = jax.tree.leaves(params)
+    return next(leaf.dtype.name for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
