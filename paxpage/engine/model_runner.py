@@ -64,7 +64,7 @@ class Launched(NamedTuple):
 
     def is_running(self) -> bool:
         """Whether the device has not finished it yet; does not wait."""
-        return not self.token_ids.is_ready()
+        return not self.token_ids.is_ready()  # type: ignore[attr-defined]
 
 
 class ModelRunner:

@@ -39,16 +39,17 @@ def test_three_rounds_leave_nothing_behind(shelf: Shelf, num_in_flight: int) -> 
     assert totals == [(64, 64)] * 3
 
 
-def test_the_rounds_fill_the_pool(shelf: Shelf) -> None:
-    """Otherwise they would show little: at some step all 16 rows run, and others wait."""
+def test_the_rounds_crowd_the_engine(shelf: Shelf) -> None:
+    """Otherwise they would show little: many run at once, many wait, and blocks change hands all the time."""
     engine = shelf.tiny(LIMITS).engine
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, _params(i))
-    most = 0
+    num_running, num_waiting = 0, 0
     while engine.has_unfinished_requests():
         engine.step()
-        most = max(most, engine.stats().num_running)
-    assert most == LIMITS.max_num_seqs
+        num_running = max(num_running, engine.stats().num_running)
+        num_waiting = max(num_waiting, engine.stats().num_waiting)
+    assert num_running >= 10 and num_waiting >= 200
     assert_idle(engine)
 
 

@@ -1,4 +1,7 @@
-"""Case 9: preempted and computed again in chunks of any size, a request keeps its tokens. After sgl-project/sglang-jax#1010."""
+"""Case 9: preempted and computed again in chunks of any size, requests keep their tokens.
+
+After sgl-project/sglang-jax#1010.
+"""
 
 import time
 from collections.abc import Sequence

@@ -54,15 +54,18 @@ def test_company_changes_nothing(llm: LLM, alone: list[int], company: str, num_i
             assert _tokens_of_a(llm, arrivals) == alone
 
 
-def test_preemption_changes_nothing(shelf: Shelf, alone: list[int]) -> None:
-    """A is the newest of those that fit, so it is the one to be preempted."""
-    llm = shelf.tiny(Limits(max_num_batched_tokens=16, num_blocks=25, max_model_len=None))
+def test_preemption_changes_nothing(shelf: Shelf, llm: LLM, alone: list[int]) -> None:
+    """A is the newest, so the one to be preempted; it runs for longer, since admission keeps a block for each."""
+    long_a = A._replace(params=_params(42, max_tokens=48))
+    expected = _tokens_of_a(llm, {"A": long_a})
+    assert expected[:16] == alone
+    tight = shelf.tiny(Limits(max_num_batched_tokens=16, num_blocks=25, max_model_len=None))
     elders = {f"B{i}": Arrival([100 + i] * 40, _params(None, max_tokens=60)) for i in range(5)}
     for _ in range(NUM_ROUNDS):
-        outputs = serve(llm.engine, {**elders, "A": A._replace(at_step=14)})
+        outputs = serve(tight.engine, {**elders, "A": long_a._replace(at_step=14)})
         assert outputs["A"].metrics.num_preemptions > 0, "the case shows nothing without preemption"
-        assert outputs["A"].outputs[0].token_ids == alone
-        assert_idle(llm.engine)
+        assert outputs["A"].outputs[0].token_ids == expected
+        assert_idle(tight.engine)
 
 
 def test_without_a_seed_runs_differ(llm: LLM) -> None:
@@ -90,7 +93,7 @@ def test_both_words_of_a_seed_count(llm: LLM) -> None:
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, "7", 1.5, True])
 def test_other_seeds_are_refused_by_name(seed: Any) -> None:
-    with pytest.raises(ValueError, match="seed is .*; allowed: an integer"):
+    with pytest.raises(ValueError, match=r"seed is .*; allowed: an integer"):
         _params(seed)
 
 

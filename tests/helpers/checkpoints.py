@@ -15,8 +15,8 @@ LLAMA3_ROPE = {
 }
 
 
-# initializer_range is this over the square root of the hidden size, 0.1 for TINY: large enough that a fault shows (small
-# weights only repeat the last token), and alike for all sizes, so that one tolerance serves them.
+# initializer_range is this over the square root of the hidden size: 0.1 for TINY. Large enough that a fault shows
+# (small weights only repeat the last token), with activations alike at all sizes, so that one tolerance serves them.
 INITIALIZER_SCALE = 1.2
 
 

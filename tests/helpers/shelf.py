@@ -38,6 +38,10 @@ class Shelf:
         """A random two-layer Llama without a tokenizer."""
         return self._llm(str(self.tiny_folder), limits)
 
+    def fresh_tiny(self, limits: Limits) -> LLM:
+        """TINY in an LLM of the test's own, which may be broken and is to be closed."""
+        return _build(str(self.tiny_folder), limits)
+
     def smol(self, limits: Limits = SMOL_LIMITS) -> LLM:
         """SmolLM2-135M-Instruct."""
         return self._llm(default_model_path(), limits)
@@ -61,13 +65,17 @@ class Shelf:
 
     def _llm(self, model: str, limits: Limits) -> LLM:
         if (model, limits) not in self._llms:
-            self._llms[model, limits] = LLM(
-                model,
-                dtype=limits.dtype,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                num_blocks=limits.num_blocks,
-                max_model_len=limits.max_model_len,
-                show_progress=False,
-            )
+            self._llms[model, limits] = _build(model, limits)
         return self._llms[model, limits]
+
+
+def _build(model: str, limits: Limits) -> LLM:
+    return LLM(
+        model,
+        dtype=limits.dtype,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_blocks=limits.num_blocks,
+        max_model_len=limits.max_model_len,
+        show_progress=False,
+    )
