@@ -1,9 +1,11 @@
 """Offline use: LLM.generate and LLM.chat over an engine in this process."""
 
+import contextlib
 import itertools
+import signal
 import threading
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -169,18 +171,22 @@ class LLM:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
-            try:
-                for request in requests:
-                    self.engine.submit(request)
-                return self._drain(requests, use_tqdm)
-            finally:
-                self.engine.abort([request.request_id for request in requests])
+            with interrupts_between_steps() as let_interrupts_through:
+                try:
+                    for request in requests:
+                        self.engine.submit(request)
+                    return self._drain(requests, use_tqdm, let_interrupts_through)
+                finally:
+                    self.engine.abort([request.request_id for request in requests])
 
-    def _drain(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _drain(
+        self, requests: list[PreparedRequest], use_tqdm: bool, let_interrupts_through: Callable[[], None]
+    ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
         with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished_requests():
+                let_interrupts_through()
                 for delta in self.engine.step():
                     if delta.output is not None:
                         outputs[delta.request_id] = delta.output
@@ -188,6 +194,38 @@ class LLM:
                         bar.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
                         bar.update()
         return [outputs[request.request_id] for request in requests]
+
+
+@contextlib.contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Within it, Ctrl-C waits until the function that it gives is called: cutting a step in two would lose blocks.
+
+    A second Ctrl-C does not wait. Signals come to the main thread alone; in others, or where SIGINT has no handler in
+    Python, nothing is changed.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    held: list[FrameType | None] = []
+
+    def hold(signal_number: int, frame: FrameType | None) -> None:
+        if held:
+            held.clear()
+            handler(signal_number, frame)
+        else:
+            held.append(frame)
+
+    def let_through() -> None:
+        if held:
+            handler(signal.SIGINT, held.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        let_through()
 
 
 def _list_of_prompts(prompts: Prompts) -> list[str | dict[str, Any]]:

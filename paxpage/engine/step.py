@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import kv_cache_write, paged_attention
+from paxpage.config import require
 from paxpage.engine.batch import StepInputs, StepShape, unpack
 from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import greedy
@@ -42,12 +43,29 @@ class PagedAttend:
         v: Float[Array, "num_tokens num_kv_heads head_dim"],
         scale: float | None = None,
     ) -> Float[Array, "num_tokens num_heads head_dim"]:
-        """Writes k and v to this step's slots, then attends over each row's blocks."""
+        """Writes k and v to this step's slots, then attends over each row's blocks.
+
+        Raises ValueError for what the model's kv_spec does not say.
+        """
+        self._check_layer(layer)
+        self._check_token("k", k.shape[1:])
+        self._check_token("v", v.shape[1:])
         inputs, backend = self._inputs, self._backend
         cache = kv_cache_write(*self.cache, k, v, inputs.slot_mapping, layer=layer, backend=backend)
         self.cache = KVCache(*cache)
         rows = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
         return paged_attention(q, *self.cache, *rows, layer=layer, scale=scale, backend=backend)
+
+    def _check_layer(self, layer: int) -> None:
+        # JAX would drop writes past the last layer, and read the last one, without a word.
+        num_layers = self.cache.k.shape[0]
+        require(0 <= layer < num_layers, "layer", layer, f"0 to {num_layers - 1}, as kv_spec says")
+
+    def _check_token(self, name: str, shape: tuple[int, ...]) -> None:
+        # JAX would write one head to all of them, without a word.
+        _, _, num_kv_heads, _, head_dim = self.cache.k.shape
+        is_valid = shape == (num_kv_heads, head_dim)
+        require(is_valid, f"shape of a token's {name}", shape, f"{(num_kv_heads, head_dim)}, as kv_spec says")
 
 
 def forward(
