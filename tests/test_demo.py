@@ -40,7 +40,7 @@ def test_little_is_wasted_where_contiguous_reservation_wastes_most(report: Repor
     assert report.contiguous_waste_fraction > 0.6
 
 
-@pytest.mark.xfail(strict=True, reason="issue 3 of 7: the shared prompt's blocks are held once")
+@pytest.mark.xfail(strict=True, reason="issue 4: the shared prompt's blocks are held once")
 def test_the_shared_prompt_is_held_once(report: Report) -> None:
     assert report.num_prompt_holders == 1
 

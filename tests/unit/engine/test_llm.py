@@ -307,6 +307,7 @@ def test_ctrl_c_at_any_moment_leaves_the_llm_usable(llm: LLM, num_in_flight: int
     """At some forty moments, in the midst of scheduling, packing, launching and taking tokens in."""
     with steps_in_flight(llm, num_in_flight):
         expected = tokens(llm, PROMPTS, GREEDY)
+        num_failed = llm.engine.stats().num_failed_steps
         uninterrupted = InterruptAtCall(-1)
         _generate_with(llm, uninterrupted)
         first = 4 * len(PROMPTS)  # past the checks of the prompts
@@ -315,6 +316,7 @@ def test_ctrl_c_at_any_moment_leaves_the_llm_usable(llm: LLM, num_in_flight: int
                 _generate_with(llm, InterruptAtCall(call))
             assert_idle(llm.engine)
             assert tokens(llm, PROMPTS, GREEDY) == expected
+    assert llm.engine.stats().num_failed_steps == num_failed  # tokens still in flight were no error
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
