@@ -59,25 +59,36 @@ def unpack(packed: Any, shape: StepShape) -> StepInputs:
 
 def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np.ndarray:
     """Writes a batch into a packed int32 array of shape.num_ints, padded to shape."""
-    packed = np.zeros(shape.num_ints, np.int32)
+    packed = np.empty(shape.num_ints, np.int32)
     inputs = unpack(packed, shape)
-    rows = batch.rows
-    counts = np.array([row.num_tokens for row in rows], np.int32)
-    starts = np.array([row.start for row in rows], np.int32)
+    requests, starts_of, counts_of, _, _ = zip(*batch.rows, strict=True)
+    starts, counts = np.array(starts_of, np.int32), np.array(counts_of, np.int32)
+    table_rows = np.array([request.row for request in requests])
     ends = np.cumsum(counts, dtype=np.int32)
-    num_rows, num_tokens = len(rows), int(ends[-1])
+    num_rows, num_tokens = len(requests), int(ends[-1])
+    packed[: packed.size - inputs.block_tables.size] = 0
     inputs.query_start_loc[1 : num_rows + 1] = ends
     inputs.query_start_loc[num_rows + 1 :] = num_tokens
     inputs.seq_lens[:num_rows] = starts + counts
     inputs.logits_indices[:num_rows] = ends - 1
-    tables = manager.block_tables[[row.request.row for row in rows]]
-    inputs.block_tables[:num_rows, : tables.shape[1]] = tables  # max_model_len may have been lowered to fit the pool
+    _gather_tables(manager.block_tables, table_rows, inputs.block_tables)
     row_of_token = np.repeat(np.arange(num_rows), counts)
     positions = np.arange(num_tokens, dtype=np.int32) + (starts + counts - ends)[row_of_token]
-    inputs.token_ids[:num_tokens] = _token_ids(rows)
+    inputs.token_ids[:num_tokens] = _token_ids(batch.rows)
     inputs.positions[:num_tokens] = positions
-    inputs.slot_mapping[:num_tokens] = slots_of(tables, row_of_token, positions, manager.block_size)
+    inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, row_of_token, positions, manager.block_size)
     return packed
+
+
+def _gather_tables(block_tables: np.ndarray, table_rows: np.ndarray, out: np.ndarray) -> None:
+    """The rows' tables, the null block past them; out may be wider (max_model_len was lowered to fit the pool)."""
+    num_rows, width = len(table_rows), block_tables.shape[1]
+    out[num_rows:] = NULL_BLOCK
+    if width == out.shape[1]:
+        np.take(block_tables, table_rows, axis=0, out=out[:num_rows], mode="clip")
+    else:
+        out[:num_rows, width:] = NULL_BLOCK
+        out[:num_rows, :width] = block_tables[table_rows]
 
 
 def slots_of(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
@@ -92,6 +103,8 @@ def _token_ids(rows: list[ScheduledRow]) -> list[int]:
     for request, start, num_tokens, _, previous_index in rows:
         if previous_index >= 0:
             token_ids.append(-1 - previous_index)
+        elif num_tokens == 1:
+            token_ids.append(request.token_ids[start])
         else:
             token_ids += request.token_ids[start : start + num_tokens]
     return token_ids
@@ -145,10 +158,7 @@ def _pack_params(request: Request) -> np.ndarray:
 
 def needs_sampler(rows: list[ScheduledRow]) -> bool:
     """Whether the most likely token of the raw logits is not all that the batch wants."""
-    return any(
-        not params.is_greedy or params.logprobs is not None or params.min_tokens
-        for params in (row.request.params for row in rows if row.is_sampled)
-    )
+    return any(row.request.needs_sampler for row in rows if row.is_sampled)
 
 
 def needs_logprobs(rows: list[ScheduledRow]) -> bool:

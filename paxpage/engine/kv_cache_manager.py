@@ -46,6 +46,18 @@ class KVCacheManager:
         assert request.row < 0, request.request_id
         request.row = self._free_rows.pop()
 
+    def allocate_slot(self, request: Request) -> bool:
+        """allocate() for one token more than are computed, in the blocks that the request has; False if they are full.
+
+        The hot path: a decoding request needs a new block only every block_size steps.
+        """
+        row, num_tokens = request.row, request.num_computed_tokens + 1
+        if num_tokens > self.num_blocks_of_row[row] * self.block_size:
+            return False
+        self._num_held_of_row[row] += 1
+        self._num_held += 1
+        return True
+
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Makes room for the request's first num_tokens tokens; False, and nothing taken, when the pool is short."""
         row = request.row

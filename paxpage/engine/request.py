@@ -41,7 +41,7 @@ class Request:
         *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
         *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
         *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
-        *("stop_reason", "packed_params"),
+        *("stop_reason", "packed_params", "needs_sampler", "min_tokens"),
     )
 
     def __init__(
@@ -74,6 +74,9 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.batch_index = -1  # its row in the last batch that it was part of
+        self.min_tokens = params.min_tokens
+        # Whether a step's most likely token is not all that the request wants.
+        self.needs_sampler = not params.is_greedy or params.logprobs is not None or params.min_tokens > 0
         self.packed_params: Any = None  # the batch builder's, made once
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -111,11 +114,13 @@ class Request:
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a sampled token in; returns why the request ends with it, or None. Sets stop_reason."""
         self.token_ids.append(token_id)
-        self.num_tokens = max(self.num_tokens, len(self.token_ids))
-        if self.num_output_tokens >= self.params.min_tokens:
+        num_known = len(self.token_ids)
+        if num_known > self.num_tokens:
+            self.num_tokens = num_known
+        if num_known - self.num_prompt_tokens >= self.min_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.STOP
             if token_id in self.stop_token_ids:
                 self.stop_reason = token_id
                 return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None
+        return FinishReason.LENGTH if num_known >= self.max_num_tokens else None

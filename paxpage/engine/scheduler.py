@@ -121,14 +121,19 @@ class Scheduler:
 
     def _schedule_running(self, batch: ScheduledBatch) -> int:
         """Rows for running requests, oldest first; returns what is left of the token budget."""
-        budget = self.config.max_num_batched_tokens
-        position = 0
-        while position < len(self.running):
-            request = self.running[position]
+        budget, running, position = self.config.max_num_batched_tokens, self.running, 0
+        allocate_slot = self.manager.allocate_slot
+        while position < len(running):
+            request = running[position]
             position += 1
-            # Each request behind this one keeps a token, so that a long prefill never stops others' decoding.
-            wanted = request.num_tokens - request.num_computed_tokens
-            num_tokens = min(wanted, budget - (len(self.running) - position))
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens > 1:
+                # Each request behind this one keeps a token, so that a long prefill never stops others' decoding.
+                num_tokens = min(num_tokens, budget - (len(running) - position))
+            elif allocate_slot(request):
+                self._take(batch, request, 1)
+                budget -= 1
+                continue
             if self._make_room(batch, request, num_tokens):
                 self._take(batch, request, num_tokens)
                 budget -= num_tokens
@@ -179,15 +184,17 @@ class Scheduler:
         bisect.insort(self.running, request, key=self._rank)
 
     def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
-        start = request.num_computed_tokens
+        start, rows = request.num_computed_tokens, batch.rows
         end = request.num_computed_tokens = start + num_tokens
         num_known = len(request.token_ids)
-        assert end <= num_known or (num_tokens == 1 and start == num_known), request.request_id
-        previous_index = -1 if end <= num_known else request.batch_index
+        previous_index = -1
+        if end > num_known:
+            assert num_tokens == 1 and start == num_known, request.request_id
+            previous_index = request.batch_index
         is_sampled = end == request.num_tokens
-        request.batch_index = len(batch.rows)
+        request.batch_index = len(rows)
         request.num_tokens += is_sampled
-        batch.rows.append(ScheduledRow(request, start, num_tokens, is_sampled, previous_index))
+        rows.append(ScheduledRow(request, start, num_tokens, is_sampled, previous_index))
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)
