@@ -69,13 +69,20 @@ class Shelf:
         return self._llms[model, limits]
 
 
+def num_useful_blocks(limits: Limits) -> int | None:
+    """Blocks for every row's longest sequence; on a GPU an LLM left to itself would take all the memory."""
+    if limits.max_model_len is None:
+        return None
+    return limits.max_num_seqs * -(-limits.max_model_len // 16) + 1
+
+
 def _build(model: str, limits: Limits) -> LLM:
     return LLM(
         model,
         dtype=limits.dtype,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        num_blocks=limits.num_blocks,
+        num_blocks=limits.num_blocks or num_useful_blocks(limits),
         max_model_len=limits.max_model_len,
         show_progress=False,
     )
