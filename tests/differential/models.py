@@ -2,6 +2,8 @@
 
 from tests.helpers.checkpoints import LLAMA3_ROPE, TINY, Checkpoint, llama_heads
 
+PROMPTS = ([100], list(range(50, 67)), [(50 + 7 * j) % 400 for j in range(40)])
+
 TIED = {"tie_word_embeddings": True}
 
 CHECKPOINTS = (
@@ -16,3 +18,6 @@ CHECKPOINTS = (
     Checkpoint("llama-8x1x256-narrow", "Llama", {**llama_heads(8, 1, 256), "hidden_size": 192}),
     Checkpoint("mistral-5x1x80-wide", "Mistral", {**llama_heads(5, 1, 80), "hidden_size": 480, "sliding_window": None}),
 )
+
+SERVED_NAMES = ("llama3-rope-4x2x128", "smollm2-9x3x64-tied", "mistral-6x2x96", "qwen2-5x1x80", "qwen3-4x2x128-narrow")
+SERVED = [checkpoint for checkpoint in CHECKPOINTS if checkpoint.name in SERVED_NAMES]  # for the engine as a whole

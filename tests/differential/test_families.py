@@ -2,23 +2,20 @@
 
 Float32 on both sides, with transformers' eager attention. The paged side runs through the engine's own scheduler, batch
 builder and cache: three requests of different lengths together, prefilled whole or in chunks of 16, then decoded.
+test_engine.py has the rest of the engine.
 """
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from paxpage import LLM
 from paxpage.models.loading import LoadOptions, load_model
 from tests.differential.conftest import Family
-from tests.helpers.engines import assert_idle, greedy_params, steps_in_flight, token_budget, tokens, tokens_alone
+from tests.differential.models import PROMPTS
 from tests.helpers.oracle import forward_pass, greedy_tokens, judge_by
 from tests.helpers.paged_run import PagedRun, Trace
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 33
-PROMPTS = ([100], list(range(50, 67)), [(50 + 7 * j) % 400 for j in range(40)])
 BUDGETS = {"whole": 64, "chunks of 16": 16}
 
 
@@ -50,30 +47,6 @@ def test_greedy_tokens_step_by_step(family: Family, traces: list[Trace]) -> None
     for prompt, trace in zip(PROMPTS, traces, strict=True):
         assert len(trace.token_ids) == len(prompt) + NUM_TOKENS
         judge.check(prompt, trace.token_ids[len(prompt) :])
-
-
-@pytest.fixture(scope="module")
-def llm(family: Family) -> Iterator[LLM]:
-    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 33}
-    with LLM(str(family.folder), **limits, show_progress=False) as llm:
-        yield llm
-
-
-def test_the_engine_generates_what_transformers_generates(family: Family, llm: LLM) -> None:
-    """Alone, together, chunked, and scheduled a step ahead: always transformers' own tokens."""
-    params = greedy_params(NUM_TOKENS)
-    judge = judge_by(family.oracle)
-    alone = [tokens_alone(llm, prompt, params) for prompt in PROMPTS]
-    together = tokens(llm, PROMPTS, params)
-    with token_budget(llm, 16):
-        chunked = tokens(llm, PROMPTS, params)
-        with steps_in_flight(llm, 1):
-            ahead = tokens(llm, PROMPTS, params)
-    for outputs in (alone, together, chunked, ahead):
-        for prompt, token_ids in zip(PROMPTS, outputs, strict=True):
-            assert len(token_ids) == NUM_TOKENS
-            judge.check(prompt, token_ids)
-    assert_idle(llm.engine)
 
 
 def test_the_checkpoint_can_show_faults(family: Family) -> None:

@@ -69,7 +69,11 @@ def make_model(checkpoint: Checkpoint, seed: int = 0) -> Any:
 
 
 def as_oracle(model: Any) -> Any:
-    """What everything is compared with: evaluation mode, eager attention."""
+    """What everything is compared with: evaluation mode, eager attention, one thread."""
+    import torch
+
+    # Torch's threads wait for one another in busy loops: beside XLA's, or on a busy machine, two are slower than one.
+    torch.set_num_threads(1)
     model.set_attn_implementation("eager")
     return model.eval()
 
