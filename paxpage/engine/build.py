@@ -48,15 +48,16 @@ def build_engine(
     if served_model_name is not None:
         served = served._replace(name=served_model_name)
     limits = _limits(config, served)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
         runner = _make_runner(config, limits, served)
         limits = _fit(config, limits, runner.num_blocks)
-        starting = pool.submit(lambda: runner.start(loading.result().params))
+        allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
-        starting.result()
+        allocating.result()
+        runner.params = loading.result().params
     engine = _make_engine(runner, config, limits, served.name, loading.result())
     logger.info(start_up_line(engine))
     return engine
@@ -133,10 +134,10 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
         share = config.gpu_memory_utilization
         num_blocks = memory.num_blocks_that_fit(bytes_per_block, temporary_bytes, share, most_useful)
     _fit(config, limits, num_blocks)
+    layout = kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, dtype)
     return ModelRunner(
-        served.graphdef, served.abstract_params, served.spec, shapes,
-        num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, max_logprobs=config.max_logprobs,
-    )  # fmt: skip
+        served.graphdef, served.abstract_params, layout, shapes, platform=_platform(), max_logprobs=config.max_logprobs
+    )
 
 
 def _temporary_bytes(served: ServedModel, shape: StepShape, block_size: int, dtype: str) -> int:
@@ -144,6 +145,5 @@ def _temporary_bytes(served: ServedModel, shape: StepShape, block_size: int, dty
     if jax.local_devices()[0].memory_stats() is None:
         return 0
     cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    return step.temporary_bytes(
-        step.compile_forward(served.graphdef, served.abstract_params, cache, shape, shape.num_rows)
-    )
+    traced = step.trace_forward(served.graphdef, served.abstract_params, cache, shape, shape.num_rows)
+    return step.temporary_bytes(step.compile_traced(traced))

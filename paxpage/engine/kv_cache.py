@@ -8,6 +8,15 @@ import jax.numpy as jnp
 from paxpage.models.protocol import KVSpec
 
 
+class CacheLayout(NamedTuple):
+    """What decides the shape of a cache."""
+
+    spec: KVSpec
+    num_blocks: int  # the null block included
+    block_size: int  # tokens
+    dtype: str
+
+
 class KVCache(NamedTuple):
     """All layers' keys and values: each [num_layers, num_blocks, num_kv_heads, block_size, head_dim].
 

@@ -2,7 +2,7 @@
 
 import jax
 
-CPU_CACHE_BYTES = 1 << 30  # the cache's budget on a CPU, whose memory belongs to others too
+CPU_CACHE_BYTES = 1 << 29  # the cache's budget on a CPU, whose memory belongs to others too
 MIB = 1 << 20
 
 

@@ -16,13 +16,14 @@ from pallas_kernels.paged_attention.api import default_backend
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
-from paxpage.models.protocol import KVSpec
 from paxpage.models.registry import Params
 
 # Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU a step of 2
 # rows takes as long as one of 4; on a GPU padding rows cost time from some tens of rows on.
-ROW_BUCKETS = {"cpu": (1, 4, 16, 64, 256), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
-TOKEN_BUCKETS = {"cpu": (16, 64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
+ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
+TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
+# Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
+SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 
 
 def step_shapes(platform: str, max_num_seqs: int, max_num_batched_tokens: int, blocks_per_row: int) -> list[StepShape]:
@@ -78,54 +79,53 @@ class ModelRunner:
         self,
         graphdef: nnx.GraphDef,
         abstract_params: Params,
-        spec: KVSpec,
+        layout: kv_cache.CacheLayout,
         shapes: Sequence[StepShape],
         *,
-        num_blocks: int,
-        block_size: int,
-        dtype: str,
+        platform: str,
         max_logprobs: int,
     ) -> None:
-        """Nothing is on the device before start(); warm_up() may run before or beside it."""
+        """Nothing is on the device before reset(), beside which warm_up() may run; then params are to be set."""
         self.shapes = list(shapes)
-        self.num_blocks = num_blocks
+        self.num_blocks = layout.num_blocks
         self.max_rows = max(shape.num_rows for shape in shapes)
         self.attention_backend = default_backend()
         self.params: Params = {}
         self.cache: kv_cache.KVCache | None = None
         self._graphdef = graphdef
         self._abstract_params = abstract_params
-        self._cache_args = (spec, num_blocks, block_size, dtype)
+        self._layout = layout
         self._max_logprobs = max_logprobs
+        self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._previous: jax.Array | None = None  # the tokens of the last step launched
-
-    def start(self, params: Params) -> None:
-        """Takes the params (not copied) and allocates the cache."""
-        self.params = params
-        self.reset()
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits."""
-        shape = self.shapes[0]
-        run = functools.partial(step.forward, graphdef=self._graphdef, shape=shape, backend=self.attention_backend)
-        previous = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)
-        output, _ = jax.eval_shape(run, *self._abstract(), step.abstract_inputs(shape), previous)
+        output, _ = self._first_traced.out_info
         return output.logits.shape[1]
 
-    def _abstract(self) -> tuple[Params, kv_cache.KVCache]:
-        return self._abstract_params, kv_cache.abstract_cache(*self._cache_args)
+    @functools.cached_property
+    def _first_traced(self) -> jax.stages.Traced:
+        return self._trace(self.shapes[0])
+
+    def _trace(self, shape: StepShape) -> jax.stages.Traced:
+        cache = kv_cache.abstract_cache(*self._layout)
+        model = (self._graphdef, self._abstract_params, cache)
+        return step.trace_forward(*model, shape, self.max_rows, self.attention_backend)
+
+    def _compile(self, shape: StepShape) -> jax.stages.Compiled:
+        is_first = shape == self.shapes[0]
+        return step.compile_traced(self._first_traced if is_first else self._trace(shape))
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""
-        compile_shape = functools.partial(step.compile_forward, self._graphdef, *self._abstract())
         jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
-            shape: functools.partial(compile_shape, shape, self.max_rows, self.attention_backend)
-            for shape in self.shapes
+            shape: functools.partial(self._compile, shape) for shape in self.shapes
         }
         for num_rows in sorted({shape.num_rows for shape in self.shapes}):
-            for has_logprobs in (False, True):
+            for has_logprobs in self._sampler_variants:
                 jobs[num_rows, has_logprobs] = functools.partial(self._compile_sampler, num_rows, has_logprobs)
         self._compiled = compile_all(jobs, show_progress)
 
@@ -142,7 +142,8 @@ class ModelRunner:
         if batches.needs_sampler(batch.rows):
             has_logprobs = batches.needs_logprobs(batch.rows)
             params = batches.pack_sampling(batch.rows, shape.num_rows)
-            sampled = self._compiled[shape.num_rows, has_logprobs](output.logits, params)
+            sampler_key = (shape.num_rows, has_logprobs or False not in self._sampler_variants)
+            sampled = self._compiled[sampler_key](output.logits, params)
             launched = Launched(sampled.token_ids, sampled if has_logprobs else None)
         self._previous = launched.token_ids
         for array in launched.details or launched[:1]:
@@ -158,7 +159,7 @@ class ModelRunner:
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
         self.cache = None  # first, so that both need not fit
-        self.cache = kv_cache.allocate(*self._cache_args)
+        self.cache = kv_cache.allocate(*self._layout)
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
     def close(self) -> None:

@@ -113,14 +113,18 @@ def abstract(params: Params) -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
 
-def compile_forward(
+def trace_forward(
     graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape: StepShape, max_rows: int, backend: str | None = None
-) -> jax.stages.Compiled:
-    """Compiles forward for one shape; params and cache are abstract. The cache argument is donated."""
+) -> jax.stages.Traced:
+    """Traces forward for one shape; params and cache are abstract. The cache argument is donated."""
     run = functools.partial(forward, graphdef=graphdef, shape=shape, backend=backend)
     previous = jax.ShapeDtypeStruct((max_rows,), jnp.int32)
-    lowered = jax.jit(run, donate_argnums=1).lower(params, cache, abstract_inputs(shape), previous)
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)
+    return jax.jit(run, donate_argnums=1).trace(params, cache, abstract_inputs(shape), previous)
+
+
+def compile_traced(traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Compiles what trace_forward gives."""
+    return traced.lower().compile(compiler_options=COMPILER_OPTIONS)
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:

@@ -17,7 +17,7 @@ from paxpage.config import DTYPES, ModelConfig, require
 from paxpage.models.registry import Params, abstract_params
 
 MAX_NAMED = 10  # problems spelled out in one error
-CHUNK_ELEMENTS = 2**18  # converted at a time: a chunk and its temporaries stay in a core's cache
+CHUNK_ELEMENTS = 2**16  # converted at a time: a chunk and its temporaries stay in a core's cache
 NUM_THREADS = 2
 ALIGNMENT_BYTES = 64  # from which jax on a CPU takes a numpy array as it is, without a copy
 

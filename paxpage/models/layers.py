@@ -1,5 +1,6 @@
 """Layers that several families share. Weights of Linear are [out_features, in_features], as checkpoints store them."""
 
+import functools
 import math
 
 import jax
@@ -49,9 +50,16 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        x32 = x.astype(jnp.float32)
-        variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.weight[...]
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+# What every layer does alike is jitted, so that it is traced once a step and not once a layer. XLA inlines the calls.
+@functools.partial(jax.jit, static_argnames="eps")
+def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, " size"], eps: float) -> Float[Array, "*batch size"]:
+    """x / sqrt(mean(x ** 2) + eps) * weight."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight
 
 
 class GatedMLP(nnx.Module):
@@ -62,8 +70,14 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype)
 
     def __call__(self, x: Float[Array, "num_tokens hidden_size"]) -> Float[Array, "num_tokens hidden_size"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(silu_and_multiply(self.gate_up_proj(x)))
+
+
+@jax.jit
+def silu_and_multiply(gate_up: Float[Array, "num_tokens twice_size"]) -> Float[Array, "num_tokens size"]:
+    """silu(gate) * up, gate the first half of the last axis."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def rope_frequencies(config: ModelConfig) -> Float[Array, " half"]:
@@ -93,6 +107,7 @@ class Rope(nnx.Module):
         return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.jit
 def rotate(x: Float[Array, "num_tokens heads head_dim"], angles: tuple[Array, Array]) -> Array:
     """Applies Rope.angles to queries or keys."""
     cos, sin = angles

@@ -1,5 +1,6 @@
 """Which architectures there are, and a model as (graphdef, params)."""
 
+import functools
 from typing import Any
 
 import jax
@@ -21,8 +22,12 @@ ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
 }
 
 
+@functools.lru_cache(maxsize=4)  # finding, checking and loading a model each ask for it, at 0.15 s
 def abstract_model(config: ModelConfig, dtype: str) -> LlamaForCausalLM:
-    """The module with jax.ShapeDtypeStruct in place of every array. ValueError for an unknown architecture."""
+    """The module with jax.ShapeDtypeStruct in place of every array; not to be changed.
+
+    ValueError for an unknown architecture.
+    """
     is_known = config.architecture in ARCHITECTURES
     require(is_known, "architecture", config.architecture, ", ".join(ARCHITECTURES))
     return nnx.eval_shape(lambda: ARCHITECTURES[config.architecture](config, dtype))

@@ -1,6 +1,7 @@
 """Loads a model and serves it. Imports JAX: what JAX reads from the environment must be set before."""
 
 import functools
+import gc
 import json
 import socket
 import time
@@ -25,6 +26,7 @@ LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a client on this ma
 
 def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
     """Everything that needs JAX; returns the exit code."""
+    gc.disable()  # what is made while starting stays: looking through it for garbage is time lost, now and later
     engine = build_engine(
         default_model_path() if options.model is None else options.model,
         options.engine,
@@ -34,6 +36,8 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     lifecycle = Lifecycle()
     context = make_context(options, engine, lifecycle)
     app = create_app(context, api_key=options.api_key)
+    gc.freeze()
+    gc.enable()
     text = ready_text(options, context, bound.getsockname()[1])
     serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(print, text, flush=True))
     return lifecycle.exit_code
