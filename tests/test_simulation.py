@@ -11,10 +11,10 @@ from paxpage.config import SchedulerConfig
 from paxpage.engine.accounting import SlotAccount
 from paxpage.engine.batch import StepShape, pack
 from paxpage.engine.block_pool import BlockPool
-from paxpage.engine.kv_cache_manager import KVCacheManager, SlotUsage
+from paxpage.engine.kv_cache_manager import KVCacheManager
 from paxpage.engine.request import Request
 from paxpage.engine.sampling_params import SamplingParams
-from paxpage.engine.scheduler import ScheduledBatch, Scheduler
+from paxpage.engine.scheduler import ScheduledBatch, Scheduler, SlotUsage
 from scripts import workloads
 from tests.unit.engine.host_side import without_type_checks
 
@@ -57,25 +57,26 @@ def simulate(num_blocks: int, *, is_async: bool = False) -> Run:
     with without_type_checks():
         while scheduler.has_unfinished_requests():
             batch = scheduler.schedule()
-            account(run, manager, scheduler.running)
+            account(run, scheduler)
             run.most_rows = max(run.most_rows, len(batch.rows))
             arriving, in_flight = (in_flight, batch) if is_async else (batch, None)
             if arriving is not None:
                 scheduler.update(arriving, [7] * len(arriving.rows))
     run.num_preemptions = scheduler.num_preemptions
     manager.pool.check()
-    assert manager.usage() == (0, 0)
+    assert scheduler.usage() == (0, 0)
     return run
 
 
-def account(run: Run, manager: KVCacheManager, running: list[Request]) -> None:
-    """One step: counted from the requests, and as the manager counts it."""
+def account(run: Run, scheduler: Scheduler) -> None:
+    """One step: counted from the requests, and as the scheduler counts it."""
+    manager, running = scheduler.manager, scheduler.running
     if not running:
         return  # the last tokens are on their way
     held = np.array([request.num_computed_tokens for request in running])
     allocated = np.array([manager.num_blocks_of_row[request.row] for request in running]) * BLOCK_SIZE
-    assert manager.usage() == (allocated.sum(), held.sum())
-    run.paged.add(manager.usage())
+    assert scheduler.usage() == (allocated.sum(), held.sum())
+    run.paged.add(scheduler.usage())
     run.most_empty_slots = max(run.most_empty_slots, int((allocated - held).max()))
     run.whole_context.add(SlotUsage(len(running) * MAX_MODEL_LEN, int(held.sum())))
     own_length = sum(request.num_prompt_tokens + request.max_tokens for request in running)

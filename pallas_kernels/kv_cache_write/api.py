@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backends import default_backend
 from pallas_kernels.kv_cache_write import triton, xla
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
@@ -39,7 +40,7 @@ def kv_cache_write(
     backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
     unknown one.
     """
-    name = ("triton" if jax.default_backend() == "gpu" else "xla") if backend is None else backend
+    name = default_backend() if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     return _dispatch(k_cache, v_cache, k, v, slot_mapping, jnp.int32(layer), backend=name)

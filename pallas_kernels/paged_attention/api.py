@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backends import default_backend
 from pallas_kernels.paged_attention import reference, triton, xla
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
@@ -74,11 +75,6 @@ def _dispatch(
 ) -> Queries:
     # Jitted with a traced layer, so that a model of many layers traces and lowers the kernel once.
     return BACKENDS[backend](q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer=layer, scale=scale)
-
-
-def default_backend() -> str:
-    """The backend that backend=None means on JAX's default device."""
-    return "triton" if jax.default_backend() == "gpu" else "xla"
 
 
 def _check_shapes(q: Queries, k_cache: Cache) -> None:

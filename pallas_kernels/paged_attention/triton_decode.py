@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
 from pallas_kernels.paged_attention.triton_common import (
-    MASKED,
     NUM_INPUTS,
     Ref,
     Refs,
@@ -53,7 +52,7 @@ def decode(
         pairs = (config.num_splits, num_rows, geometry.num_kv_heads, tile_rows_of(geometry))
         shapes = (pairs, pairs, (*pairs, geometry.padded_dim))
         parts = call(out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))(*arrays)
-        return merge(Softmax(*parts), arrays, out, geometry)
+        return merge(Softmax(*parts), arrays, out, geometry, interpret)
     shape = jax.ShapeDtypeStruct((num_tokens, geometry.num_heads, geometry.head_dim), arrays.q.dtype)
     if out is None:
         return call(out_shape=shape)(*arrays)
@@ -116,22 +115,45 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
     plt.store(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]], state.values)
 
 
-def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry) -> Queries:
-    """Joins the splits by their maxima (log-sum-exp) and puts each row's queries where they belong."""
-    maximum = jnp.max(parts.maximum, axis=0)
-    weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
-    total = jnp.sum(parts.total * weights, axis=0)
-    values = jnp.sum(parts.values * weights[..., None], axis=0) / jnp.where(total == 0, 1, total)[..., None]
-    num_queries, group = decode_queries(geometry), geometry.group
-    values = values[:, :, : num_queries * group, : geometry.head_dim]
-    num_rows = values.shape[0]
-    values = values.reshape(num_rows, geometry.num_kv_heads, num_queries, group, -1).transpose(0, 2, 1, 3, 4)
-    values = values.reshape(num_rows, num_queries, geometry.num_heads, -1).astype(arrays.q.dtype)
-    return values[:, 0] if out is None else _scatter(values, arrays.starts, out)
+def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry, interpret: bool) -> Queries:
+    """Joins the splits of each row by their maxima (log-sum-exp).
+
+    Grid (num_rows * num_kv_heads): a program joins the splits of one row's queries for one key head.
+    """
+    num_splits, num_rows = parts.maximum.shape[:2]
+    call = functools.partial(
+        pl.pallas_call,
+        functools.partial(_merge_program, geometry=geometry, num_splits=num_splits, has_starts=out is not None),
+        grid=(num_rows * geometry.num_kv_heads,),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_merge",
+    )
+    shape = jax.ShapeDtypeStruct((arrays.q.shape[0], geometry.num_heads, geometry.head_dim), arrays.q.dtype)
+    if out is None:
+        return call(out_shape=shape)(*arrays, *parts)
+    return call(out_shape=shape, input_output_aliases={len(arrays) + len(parts): 0})(*arrays, *parts, out)
 
 
-def _scatter(values: Array, starts: Int[Array, " num_rows_plus_1"], out: Queries) -> Queries:
-    query = jnp.arange(values.shape[1])[None, :]
-    first, counts = starts[:-1, None], jnp.diff(starts)[:, None]
-    is_mine = (query < counts) & (counts <= values.shape[1])
-    return out.at[jnp.where(is_mine, first + query, out.shape[0])].set(values, mode="drop")
+def _merge_program(*refs: Ref, geometry: Geometry, num_splits: int, has_starts: bool) -> None:
+    inputs, parts, out_ref = Refs(*refs[:NUM_INPUTS]), refs[NUM_INPUTS : NUM_INPUTS + 3], refs[-1]
+    row, head = pl.program_id(0) // geometry.num_kv_heads, pl.program_id(0) % geometry.num_kv_heads
+    first, num_queries = _queries_of(inputs, row, geometry) if has_starts else (row, jnp.int32(1))
+    tile = _decode_tile(inputs, row, head, (first, num_queries), geometry)
+    _store_output(out_ref, tile, num_queries, geometry, _merged(parts, tile, geometry, num_splits))
+
+
+def _merged(part_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, num_splits: int) -> Softmax:
+    """All splits' softmax as one. Unrolled, so that their loads do not wait for one another."""
+    maximum_ref, total_ref, values_ref = part_refs
+    pairs = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32)
+    dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
+    maxima = [plt.load(maximum_ref.at[split, tile.row, tile.head, pairs]) for split in range(num_splits)]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    merged = empty_softmax(tile_rows_of(geometry), geometry.padded_dim)
+    for split in range(num_splits):
+        weight = jnp.exp2(maxima[split] - maximum)
+        total = plt.load(total_ref.at[split, tile.row, tile.head, pairs])
+        values = plt.load(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]])
+        merged = Softmax(maximum, merged.total + total * weight, merged.values + values * weight[:, None])
+    return merged

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 
-from paxpage.engine.kv_cache_manager import SlotUsage
+from paxpage.engine.scheduler import SlotUsage
 
 NOTHING = SlotUsage(allocated=0, holding=0)
 

@@ -4,6 +4,7 @@ All integers of a step travel in one int32 array (a transfer costs more than its
 layout. Shapes come from a short list of StepShapes, compiled ahead.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def unpack(packed: Any, shape: StepShape) -> StepInputs:
     """Slices the packed int32 array (numpy, jax or traced) into its fields."""
     num_tokens, num_rows, _ = shape
     lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows)
-    ends = np.cumsum(lengths).tolist()
+    ends = list(itertools.accumulate(lengths))
     fields = [packed[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     return StepInputs._make([*fields, packed[ends[-1] :].reshape(num_rows, -1)])
 
@@ -61,23 +62,33 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     """Writes a batch into a packed int32 array of shape.num_ints, padded to shape."""
     packed = np.empty(shape.num_ints, np.int32)
     inputs = unpack(packed, shape)
-    requests, starts_of, counts_of, _, _ = zip(*batch.rows, strict=True)
-    starts, counts = np.array(starts_of, np.int32), np.array(counts_of, np.int32)
-    table_rows = np.array([request.row for request in requests])
-    ends = np.cumsum(counts, dtype=np.int32)
-    num_rows, num_tokens = len(requests), int(ends[-1])
     packed[: packed.size - inputs.block_tables.size] = 0
+    requests, starts_of, counts_of, _, previous_of = zip(*batch.rows, strict=True)
+    _gather_tables(manager.block_tables, np.array([request.row for request in requests]), inputs.block_tables)
+    starts, counts = np.array(starts_of, np.int32), np.array(counts_of, np.int32)
+    num_rows, num_tokens = len(requests), batch.num_tokens
+    rows, ends, positions = np.arange(num_rows, dtype=np.int32), np.cumsum(counts, dtype=np.int32), starts
+    if shape.is_decode:
+        inputs.token_ids[:num_tokens] = _decode_token_ids(batch.rows, np.array(previous_of))
+    else:
+        inputs.token_ids[:num_tokens] = _token_ids(batch.rows)
+        rows = np.repeat(rows, counts)
+        positions = np.arange(num_tokens, dtype=np.int32) + (starts + counts - ends)[rows]
     inputs.query_start_loc[1 : num_rows + 1] = ends
     inputs.query_start_loc[num_rows + 1 :] = num_tokens
     inputs.seq_lens[:num_rows] = starts + counts
     inputs.logits_indices[:num_rows] = ends - 1
-    _gather_tables(manager.block_tables, table_rows, inputs.block_tables)
-    row_of_token = np.repeat(np.arange(num_rows), counts)
-    positions = np.arange(num_tokens, dtype=np.int32) + (starts + counts - ends)[row_of_token]
-    inputs.token_ids[:num_tokens] = _token_ids(batch.rows)
     inputs.positions[:num_tokens] = positions
-    inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, row_of_token, positions, manager.block_size)
+    inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, rows, positions, manager.block_size)
     return packed
+
+
+def _decode_token_ids(rows: list[ScheduledRow], previous: np.ndarray) -> np.ndarray:
+    """_token_ids where every row has one token."""
+    token_ids = -1 - previous
+    for index in np.flatnonzero(previous < 0).tolist():
+        token_ids[index] = rows[index].request.token_ids[rows[index].start]
+    return token_ids
 
 
 def _gather_tables(block_tables: np.ndarray, table_rows: np.ndarray, out: np.ndarray) -> None:

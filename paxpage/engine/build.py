@@ -57,7 +57,7 @@ def build_engine(
         allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
         allocating.result()
-        runner.params = loading.result().params
+        runner.set_params(loading.result().params)
     engine = _make_engine(runner, config, limits, served.name, loading.result())
     logger.info(start_up_line(engine))
     return engine
@@ -128,7 +128,7 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
     dtype = served.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     num_blocks = config.num_blocks
     if num_blocks is None:
-        temporary_bytes = _temporary_bytes(served, shapes[-1], config.block_size, dtype)
+        temporary_bytes = _temporary_bytes(served, shapes, config.block_size, dtype)
         bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, dtype)
         most_useful = limits.max_num_seqs * blocks_per_row + 1
         share = config.gpu_memory_utilization
@@ -140,10 +140,17 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
     )
 
 
-def _temporary_bytes(served: ServedModel, shape: StepShape, block_size: int, dtype: str) -> int:
-    """What the largest step takes beside params and cache; asked of the compiler only where memory is bounded."""
+def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str) -> int:
+    """What the largest step takes beside params and cache, and the logits kept between steps.
+
+    Asked of the compiler only where memory is bounded.
+    """
     if jax.local_devices()[0].memory_stats() is None:
         return 0
+    shape = shapes[-1]
     cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    traced = step.trace_forward(served.graphdef, served.abstract_params, cache, shape, shape.num_rows)
-    return step.temporary_bytes(step.compile_traced(traced))
+    vocab_size = step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
+    model = step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
+    buffers = [step.logits_buffer_of(num_rows, vocab_size) for num_rows in {s.num_rows for s in shapes}]
+    kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
+    return kept_bytes + step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape)))

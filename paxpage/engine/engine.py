@@ -338,12 +338,8 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch.rows:
             return None
-        now_s = time.monotonic()
-        for row in batch.rows:
-            if row.request.first_scheduled_time_s is None:
-                row.request.first_scheduled_time_s = now_s
         self._num_scheduled_tokens = batch.num_tokens
-        self.slots.add(self._manager.usage())
+        self.slots.add(self.scheduler.usage())
         was_busy = self._in_flight[-1][1].is_running() if self._in_flight else None
         self._in_flight.append((batch, self.runner.launch(batch, self._manager)))
         self.idle_meter.launched(was_busy)

@@ -1,26 +1,18 @@
 """From requests to blocks: one row of the block tables per running request, grown on demand."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from paxpage.engine.block_pool import NULL_BLOCK, BlockPool
 from paxpage.engine.request import Request
 
 
-class SlotUsage(NamedTuple):
-    """KV slots at one moment. wasted = allocated - holding."""
-
-    allocated: int
-    holding: int  # slots that hold a token once the step in flight ends
-
-
 class KVCacheManager:
     """Sole owner of the block tables.
 
     block_tables is int32 [max_num_seqs, blocks_per_row]; row r's first num_blocks_of_row[r] entries are its blocks in
-    order, the rest NULL_BLOCK. A table is append-only while its request runs. The batch builder reads both arrays and
-    nobody else writes them.
+    order, the rest NULL_BLOCK. A table is append-only while its request runs. num_slots_of_row[r] is how many tokens
+    row r may hold before it must allocate() again. The batch builder and the scheduler read them, nobody else writes
+    them.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -28,8 +20,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.block_tables = np.full((max_num_seqs, self.num_blocks_for(max_model_len)), NULL_BLOCK, np.int32)
         self.num_blocks_of_row = [0] * max_num_seqs
-        self._num_held_of_row = [0] * max_num_seqs
-        self._num_held = 0
+        self.num_slots_of_row = [0] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))[::-1]
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -46,26 +37,9 @@ class KVCacheManager:
         assert request.row < 0, request.request_id
         request.row = self._free_rows.pop()
 
-    def allocate_slot(self, request: Request) -> bool:
-        """allocate() for one token more than are computed, in the blocks that the request has; False if they are full.
-
-        The hot path: a decoding request needs a new block only every block_size steps.
-        """
-        row, num_tokens = request.row, request.num_computed_tokens + 1
-        if num_tokens > self.num_blocks_of_row[row] * self.block_size:
-            return False
-        self._num_held_of_row[row] += 1
-        self._num_held += 1
-        return True
-
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Makes room for the request's first num_tokens tokens; False, and nothing taken, when the pool is short."""
-        row = request.row
-        if num_tokens > self.num_blocks_of_row[row] * self.block_size and not self._grow(row, num_tokens):
-            return False
-        self._num_held += num_tokens - self._num_held_of_row[row]
-        self._num_held_of_row[row] = num_tokens
-        return True
+        return num_tokens <= self.num_slots_of_row[request.row] or self._grow(request.row, num_tokens)
 
     def _grow(self, row: int, num_tokens: int) -> bool:
         held = self.num_blocks_of_row[row]
@@ -73,17 +47,19 @@ class KVCacheManager:
         if num_new > self.pool.num_free:
             return False
         self.block_tables[row, held : held + num_new] = self.pool.allocate(num_new)
-        self.num_blocks_of_row[row] = held + num_new
+        self._set_num_blocks(row, held + num_new)
         return True
+
+    def _set_num_blocks(self, row: int, num_blocks: int) -> None:
+        self.num_blocks_of_row[row] = num_blocks
+        self.num_slots_of_row[row] = num_blocks * self.block_size
 
     def release(self, request: Request) -> None:
         """Takes the request's row and blocks back, last block first, so that beginnings stay longest."""
         row, request.row = request.row, -1
         self.pool.release(self._blocks_of_row(row)[::-1])
-        self._num_held -= self._num_held_of_row[row]
-        self._num_held_of_row[row] = 0
         self.block_tables[row, : self.num_blocks_of_row[row]] = NULL_BLOCK
-        self.num_blocks_of_row[row] = 0
+        self._set_num_blocks(row, 0)
         self._free_rows.append(row)
 
     def block_ids(self, request: Request) -> list[int]:
@@ -92,8 +68,3 @@ class KVCacheManager:
 
     def _blocks_of_row(self, row: int) -> list[int]:
         return self.block_tables[row, : self.num_blocks_of_row[row]].tolist()
-
-    def usage(self) -> SlotUsage:
-        """Slots allocated and slots holding a token, over all requests."""
-        num_allocated = (self.pool.num_usable - self.pool.num_free) * self.block_size
-        return SlotUsage(num_allocated, self._num_held)

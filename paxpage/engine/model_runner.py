@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from pallas_kernels.paged_attention.api import default_backend
+from pallas_kernels.backends import default_backend
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
@@ -85,12 +85,14 @@ class ModelRunner:
         platform: str,
         max_logprobs: int,
     ) -> None:
-        """Nothing is on the device before reset(), beside which warm_up() may run; then params are to be set."""
+        """Nothing is on the device before reset(), beside which warm_up() may run; then set_params()."""
         self.shapes = list(shapes)
         self.num_blocks = layout.num_blocks
         self.max_rows = max(shape.num_rows for shape in shapes)
         self.attention_backend = default_backend()
         self.params: Params = {}
+        self._leaves: list[jax.Array] = []  # of the params, as the step functions take them
+        self._logits: dict[int, jax.Array] = {}  # the last logits by number of rows; each step writes over them
         self.cache: kv_cache.KVCache | None = None
         self._graphdef = graphdef
         self._abstract_params = abstract_params
@@ -100,24 +102,21 @@ class ModelRunner:
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._previous: jax.Array | None = None  # the tokens of the last step launched
 
+    def set_params(self, params: Params) -> None:
+        """Takes the params, not copied, in the place of those before."""
+        self.params, self._leaves = params, jax.tree.leaves(params)
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits."""
-        output, _ = self._first_traced.out_info
-        return output.logits.shape[1]
-
-    @functools.cached_property
-    def _first_traced(self) -> jax.stages.Traced:
-        return self._trace(self.shapes[0])
-
-    def _trace(self, shape: StepShape) -> jax.stages.Traced:
         cache = kv_cache.abstract_cache(*self._layout)
-        model = (self._graphdef, self._abstract_params, cache)
-        return step.trace_forward(*model, shape, self.max_rows, self.attention_backend)
+        return step.vocab_size_of(self._graphdef, self._abstract_params, cache, self.shapes[0])
 
     def _compile(self, shape: StepShape) -> jax.stages.Compiled:
-        is_first = shape == self.shapes[0]
-        return step.compile_traced(self._first_traced if is_first else self._trace(shape))
+        cache = kv_cache.abstract_cache(*self._layout)
+        sizes = (self.max_rows, self.vocab_size)
+        model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes, self.attention_backend)
+        return step.compile_traced(step.trace_forward(model, shape))
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""
@@ -137,7 +136,10 @@ class ModelRunner:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
         shape = choose_shape(self.shapes, batch.num_tokens, len(batch.rows))
         packed = batches.pack(batch, shape, manager)
-        output, self.cache = self._compiled[shape](self.params, self.cache, packed, self._previous)
+        logits = self._logits.pop(shape.num_rows, None)
+        output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
+        if logits is not None:
+            self._logits[shape.num_rows] = output.logits
         launched = Launched(output.token_ids, None)
         if batches.needs_sampler(batch.rows):
             has_logprobs = batches.needs_logprobs(batch.rows)
@@ -158,13 +160,16 @@ class ModelRunner:
 
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
-        self.cache = None  # first, so that both need not fit
+        self.cache, self._logits = None, {}  # first, so that both need not fit
         self.cache = kv_cache.allocate(*self._layout)
+        buffers = {rows: step.logits_buffer_of(rows, self.vocab_size) for rows in {s.num_rows for s in self.shapes}}
+        self._logits = {rows: jnp.zeros(like.shape, like.dtype) for rows, like in buffers.items() if like is not None}
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
     def close(self) -> None:
         """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
-        self.params, self.cache = {}, None
+        self.set_params({})
+        self.cache, self._logits = None, {}
         self._compiled.clear()
 
     def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> jax.stages.Compiled:

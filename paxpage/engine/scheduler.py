@@ -12,6 +12,7 @@ released while a step is in flight may be given to the next one.
 
 import bisect
 import logging
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,13 @@ from paxpage.engine.request import FinishReason, Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 
+class SlotUsage(NamedTuple):
+    """KV slots at one moment. wasted = allocated - holding."""
+
+    allocated: int
+    holding: int  # slots that hold a token once the step in flight ends
+
+
 class ScheduledRow(NamedTuple):
     """One request's part in a step: its tokens start .. start + num_tokens - 1 are computed."""
 
@@ -29,9 +37,10 @@ class ScheduledRow(NamedTuple):
     start: int
     num_tokens: int
     is_sampled: bool  # the row reaches the request's last token, so its logits give the next one
-    previous_index: int = (
-        -1
-    )  # row of the batch before whose sampled token is this row's only one; -1: the host knows all
+    previous_index: int  # row of the batch before whose sampled token is this row's only one; -1: the host knows all
+
+
+_new_tuple = tuple.__new__  # what ScheduledRow(...) does after sorting its arguments, at half the time
 
 
 class ScheduledBatch(NamedTuple):
@@ -39,11 +48,7 @@ class ScheduledBatch(NamedTuple):
 
     rows: list[ScheduledRow]
     preempted: list[Request]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return sum(row.num_tokens for row in self.rows)
+    num_tokens: int  # computed in this step
 
 
 class Scheduler:
@@ -56,6 +61,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.ending: list[Request] = []
         self.num_preemptions = 0
+        self._num_held = 0  # tokens of running requests in the cache
         self.num_wasted_rows = 0  # computed for a request that had ended, unknown to the host, one step before
         self._num_arrivals = 0
 
@@ -73,11 +79,18 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Chooses the next step, allocates its blocks, and counts its tokens as computed."""
         self._release_ending()
-        batch = ScheduledBatch([], [])
+        batch = ScheduledBatch([], [], 0)
         budget = self._schedule_running(batch)
         if not batch.preempted:
-            self._schedule_waiting(batch, budget)
-        return batch
+            budget = self._schedule_waiting(batch, budget)
+        num_tokens = self.config.max_num_batched_tokens - budget
+        self._num_held += num_tokens
+        return batch._replace(num_tokens=num_tokens)
+
+    def usage(self) -> SlotUsage:
+        """Slots allocated and slots holding a token, over all requests."""
+        pool = self.manager.pool
+        return SlotUsage((pool.num_usable - pool.num_free) * self.manager.block_size, self._num_held)
 
     def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[tuple[int, Request]]:
         """Takes in one sampled token per row. Returns (index of the row, request) for those that got one.
@@ -122,19 +135,16 @@ class Scheduler:
     def _schedule_running(self, batch: ScheduledBatch) -> int:
         """Rows for running requests, oldest first; returns what is left of the token budget."""
         budget, running, position = self.config.max_num_batched_tokens, self.running, 0
-        allocate_slot = self.manager.allocate_slot
+        num_slots_of_row = self.manager.num_slots_of_row
         while position < len(running):
             request = running[position]
             position += 1
-            num_tokens = request.num_tokens - request.num_computed_tokens
+            start = request.num_computed_tokens
+            num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 # Each request behind this one keeps a token, so that a long prefill never stops others' decoding.
                 num_tokens = min(num_tokens, budget - (len(running) - position))
-            elif allocate_slot(request):
-                self._take(batch, request, 1)
-                budget -= 1
-                continue
-            if self._make_room(batch, request, num_tokens):
+            if start + num_tokens <= num_slots_of_row[request.row] or self._make_room(batch, request, num_tokens):
                 self._take(batch, request, num_tokens)
                 budget -= num_tokens
         return budget
@@ -149,7 +159,7 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+    def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
         promised = self._num_promised_blocks() if self.waiting else 0
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
@@ -163,6 +173,7 @@ class Scheduler:
             self._take(batch, request, num_tokens)
             budget -= num_tokens
             promised += self.manager.num_missing_blocks(request)
+        return budget
 
     def _can_admit(self, request: Request, promised: int) -> bool:
         """Whether all its present tokens fit beside what running requests still need, and one more block for each.
@@ -179,6 +190,8 @@ class Scheduler:
         return sum(self.manager.num_missing_blocks(request) for request in self.running)
 
     def _admit(self, request: Request) -> None:
+        if request.first_scheduled_time_s is None:
+            request.first_scheduled_time_s = time.monotonic()
         self.manager.assign_row(request)
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=self._rank)
@@ -186,15 +199,14 @@ class Scheduler:
     def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
         start, rows = request.num_computed_tokens, batch.rows
         end = request.num_computed_tokens = start + num_tokens
-        num_known = len(request.token_ids)
         previous_index = -1
-        if end > num_known:
-            assert num_tokens == 1 and start == num_known, request.request_id
+        if end > len(request.token_ids):
+            assert num_tokens == 1 and start == len(request.token_ids), request.request_id
             previous_index = request.batch_index
         is_sampled = end == request.num_tokens
         request.batch_index = len(rows)
         request.num_tokens += is_sampled
-        rows.append(ScheduledRow(request, start, num_tokens, is_sampled, previous_index))
+        rows.append(_new_tuple(ScheduledRow, (request, start, num_tokens, is_sampled, previous_index)))
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)
@@ -212,6 +224,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._num_held -= request.num_computed_tokens
             self.manager.release(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)

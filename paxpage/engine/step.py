@@ -1,23 +1,27 @@
 """One forward pass: params, cache and a packed batch in; logits, greedy tokens and the updated cache out. Pure."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import kv_cache_write, paged_attention
+from pallas_kernels import kv_cache_write, paged_attention, rope_kv_cache_write
 from paxpage.config import require
 from paxpage.engine.batch import StepInputs, StepShape, unpack
 from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import greedy
+from paxpage.models.protocol import Angles
 from paxpage.models.registry import Params, merge
 
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
 # cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+MAX_KEPT_ROWS = 64  # steps of more rows keep the device busy for longer than the host needs to patch their graph
 
 
 class StepOutput(NamedTuple):
@@ -53,8 +57,30 @@ class PagedAttend:
         inputs, backend = self._inputs, self._backend
         cache = kv_cache_write(*self.cache, k, v, inputs.slot_mapping, layer=layer, backend=backend)
         self.cache = KVCache(*cache)
+        return self._attend(layer, q, scale)
+
+    def rotary(
+        self,
+        layer: int,
+        qkv: Float[Array, "num_tokens num_heads_and_2_num_kv_heads head_dim"],
+        angles: Angles,
+        scale: float | None = None,
+    ) -> Float[Array, "num_tokens num_heads head_dim"]:
+        """Rotates and writes in one pass, then attends. Raises ValueError for what the model's kv_spec does not say."""
+        self._check_layer(layer)
+        inputs, backend = self._inputs, self._backend
+        q, k_cache, v_cache = rope_kv_cache_write(
+            *self.cache, qkv, *angles, inputs.slot_mapping, layer=layer, backend=backend
+        )
+        self.cache = KVCache(k_cache, v_cache)
+        return self._attend(layer, q, scale)
+
+    def _attend(
+        self, layer: int, q: Float[Array, "num_tokens num_heads head_dim"], scale: float | None
+    ) -> Float[Array, "num_tokens num_heads head_dim"]:
+        inputs = self._inputs
         rows = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
-        return paged_attention(q, *self.cache, *rows, layer=layer, scale=scale, backend=backend)
+        return paged_attention(q, *self.cache, *rows, layer=layer, scale=scale, backend=self._backend)
 
     def _check_layer(self, layer: int) -> None:
         # JAX would drop writes past the last layer, and read the last one, without a word.
@@ -73,6 +99,7 @@ def forward(
     cache: KVCache,
     packed: Int[Array, " num_ints"],
     previous: Int[Array, " max_rows"],
+    logits_buffer: Float[Array, "num_rows vocab_size"] | None,
     *,
     graphdef: nnx.GraphDef,
     shape: StepShape,
@@ -81,7 +108,8 @@ def forward(
     """One step over batch.pack's array.
 
     previous: the tokens that the step before sampled, for rows whose token the host did not know when it packed them.
-    Jit it with the keyword arguments static and cache donated.
+    logits_buffer: old logits of the same shape, whose memory the new ones take when it is donated; not read. Jit it
+    with the keyword arguments static and cache donated.
     """
     inputs = unpack(packed, shape)
     attend = PagedAttend(cache, inputs, backend)
@@ -113,13 +141,47 @@ def abstract(params: Params) -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
 
-def trace_forward(
-    graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape: StepShape, max_rows: int, backend: str | None = None
-) -> jax.stages.Traced:
-    """Traces forward for one shape; params and cache are abstract. The cache argument is donated."""
-    run = functools.partial(forward, graphdef=graphdef, shape=shape, backend=backend)
-    previous = jax.ShapeDtypeStruct((max_rows,), jnp.int32)
-    return jax.jit(run, donate_argnums=1).trace(params, cache, abstract_inputs(shape), previous)
+class StepModel(NamedTuple):
+    """What every step function of an engine is made from; params and cache are jax.ShapeDtypeStructs."""
+
+    graphdef: nnx.GraphDef
+    params: Params
+    cache: KVCache
+    max_rows: int
+    vocab_size: int
+    backend: str | None = None
+
+
+def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
+    """Traces forward for one shape, cache and logits_buffer donated.
+
+    Params go in as the list of their leaves (a nested dict would be walked at every call, 60 us for 115 of them). The
+    logits of a small step come out where the last ones of this shape were: on a GPU a step is one CUDA graph, and every
+    address that differs from the last run's is patched into each kernel that uses it, by the host.
+    """
+    leaves, tree = jax.tree.flatten(model.params)
+    forward_with = functools.partial(forward, graphdef=model.graphdef, shape=shape, backend=model.backend)
+
+    def forward_flat(leaves: list[Array], *rest: Any) -> tuple[StepOutput, KVCache]:
+        return forward_with(jax.tree.unflatten(tree, leaves), *rest)
+
+    previous = jax.ShapeDtypeStruct((model.max_rows,), jnp.int32)
+    logits = logits_buffer_of(shape.num_rows, model.vocab_size)
+    jitted = jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
+    return jitted.trace(leaves, model.cache, abstract_inputs(shape), previous, logits)
+
+
+def logits_buffer_of(num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:
+    """The buffer that a step of num_rows rows takes as logits_buffer; None where it is not worth its memory."""
+    return jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32) if num_rows <= MAX_KEPT_ROWS else None
+
+
+def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape: StepShape) -> int:
+    """Width of a model's logits."""
+    run = functools.partial(forward, logits_buffer=None, graphdef=graphdef, shape=shape, backend=None)
+    previous = jax.ShapeDtypeStruct((shape.num_rows,), jnp.int32)
+    output, _ = jax.eval_shape(run, params, cache, abstract_inputs(shape), previous)
+    return output.logits.shape[1]
 
 
 def compile_traced(traced: jax.stages.Traced) -> jax.stages.Compiled:

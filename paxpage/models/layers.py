@@ -1,6 +1,5 @@
 """Layers that several families share. Weights of Linear are [out_features, in_features], as checkpoints store them."""
 
-import functools
 import math
 
 import jax
@@ -8,7 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import add_rms_norm
+from pallas_kernels.rms_norm.xla import rms_norm
 from paxpage.config import ModelConfig, RopeScaling
+from paxpage.models.protocol import Angles
 
 
 def matmul(x: Float[Array, "... in_features"], weight: Float[Array, "out_features in_features"]) -> Array:
@@ -52,14 +54,11 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         return rms_norm(x, self.weight[...], self.eps)
 
-
-# What every layer does alike is jitted, so that it is traced once a step and not once a layer. XLA inlines the calls.
-@functools.partial(jax.jit, static_argnames="eps")
-def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, " size"], eps: float) -> Float[Array, "*batch size"]:
-    """x / sqrt(mean(x ** 2) + eps) * weight."""
-    x32 = x.astype(jnp.float32)
-    variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight
+    def add(
+        self, x: Float[Array, "num_tokens size"], delta: Float[Array, "num_tokens size"] | None
+    ) -> tuple[Array, Array]:
+        """(x + delta, its norm) in one pass, on a GPU in one kernel; delta None: (x, its norm)."""
+        return add_rms_norm(x, delta, self.weight[...], eps=self.eps)
 
 
 class GatedMLP(nnx.Module):
@@ -101,15 +100,7 @@ class Rope(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def angles(self, positions: Int[Array, " num_tokens"]) -> tuple[Array, Array]:
-        """Cosines and sines, float32 [num_tokens, 1, head_dim / 2]: made once a step, used by every layer."""
-        angles = positions.astype(jnp.float32)[:, None, None] * rope_frequencies(self.config)
-        return jnp.cos(angles), jnp.sin(angles)
-
-
-@jax.jit
-def rotate(x: Float[Array, "num_tokens heads head_dim"], angles: tuple[Array, Array]) -> Array:
-    """Applies Rope.angles to queries or keys."""
-    cos, sin = angles
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    def angles(self, positions: Int[Array, " num_tokens"]) -> Angles:
+        """Made once a step, used by every layer."""
+        angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(self.config)
+        return Angles(jnp.cos(angles), jnp.sin(angles))

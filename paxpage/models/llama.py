@@ -1,12 +1,13 @@
 """Llama 2, 3, 3.1, 3.2, SmolLM2, TinyLlama, and Mistral without a sliding window (Touvron et al., 2023)."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from paxpage.config import ModelConfig
-from paxpage.models.layers import Embedding, GatedMLP, Linear, RMSNorm, Rope, matmul, rotate
-from paxpage.models.protocol import Attend, KVSpec
+from paxpage.models.layers import Embedding, GatedMLP, Linear, RMSNorm, Rope, matmul
+from paxpage.models.protocol import Angles, Attend, KVSpec
+
+Hidden = Float[Array, "num_tokens hidden_size"]
 
 
 class Attention(nnx.Module):
@@ -19,26 +20,25 @@ class Attention(nnx.Module):
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, dtype)
 
     def __call__(
-        self, x: Float[Array, "num_tokens hidden_size"], angles: tuple[Array, Array], layer: int, attend: Attend
+        self, x: Float[Array, "num_tokens hidden_size"], angles: Angles, layer: int, attend: Attend
     ) -> Float[Array, "num_tokens hidden_size"]:
-        q, k, v = self._split_heads(self.qkv_proj(x))
-        q, k = self.normalise(q, k)
-        out = attend(layer, rotate(q, angles), rotate(k, angles), v)
+        qkv = self.qkv_proj(x).reshape(x.shape[0], -1, self.config.head_dim)
+        out = self.attention(qkv, angles, layer, attend)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
-    def normalise(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """What a family does to queries and keys before they are rotated: here nothing."""
-        return q, k
-
-    def _split_heads(self, qkv: Float[Array, "num_tokens num_rows"]) -> tuple[Array, Array, Array]:
-        heads = qkv.reshape(qkv.shape[0], -1, self.config.head_dim)
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
-        return q, k, v
+    def attention(
+        self,
+        qkv: Float[Array, "num_tokens num_heads_and_2_num_kv_heads head_dim"],
+        angles: Angles,
+        layer: int,
+        attend: Attend,
+    ) -> Float[Array, "num_tokens num_heads head_dim"]:
+        """From the projected heads on; a family may do something to them before they are rotated."""
+        return attend.rotary(layer, qkv, angles)
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm x), then x + mlp(norm x)."""
+    """x + attention(norm x), then x + mlp(norm x); what the last part adds is left for the next norm to add."""
 
     def __init__(self, config: ModelConfig, dtype: str, attention: type[Attention]) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -47,10 +47,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config, dtype)
 
     def __call__(
-        self, x: Float[Array, "num_tokens hidden_size"], angles: tuple[Array, Array], layer: int, attend: Attend
-    ) -> Float[Array, "num_tokens hidden_size"]:
-        x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self, x: Hidden, delta: Hidden | None, angles: Angles, layer: int, attend: Attend
+    ) -> tuple[Hidden, Hidden]:
+        x, normed = self.input_layernorm.add(x, delta)
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn(normed, angles, layer, attend))
+        return x, self.mlp(normed)
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -73,9 +74,10 @@ class LlamaForCausalLM(nnx.Module):
     ) -> Float[Array, "num_tokens hidden_size"]:
         x = self.embed_tokens(token_ids)
         angles = self.rope.angles(positions)
+        delta = None
         for index, layer in enumerate(self.layers):
-            x = layer(x, angles, index, attend)
-        return self.norm(x)
+            x, delta = layer(x, delta, angles, index, attend)
+        return self.norm.add(x, delta)[1]
 
     def compute_logits(self, hidden: Float[Array, "num_rows hidden_size"]) -> Float[Array, "num_rows vocab_size"]:
         """Through the output head, or the embedding where the two are tied."""

@@ -45,6 +45,13 @@ class KVSpec(NamedTuple):
     head_dim: int
 
 
+class Angles(NamedTuple):
+    """By how much each token's queries and keys are turned: dimension i with dimension i + head_dim / 2."""
+
+    cos: Float[Array, "num_tokens half"]  # float32
+    sin: Float[Array, "num_tokens half"]
+
+
 @runtime_checkable
 class Attend(Protocol):
     """One step's attention over paged keys and values, bound to the cache."""
@@ -61,6 +68,19 @@ class Attend(Protocol):
 
         layer is a Python int from 0 to kv_spec.num_layers - 1, each used once a step. num_heads is a multiple of
         num_kv_heads. scale multiplies q k; None means head_dim ** -0.5.
+        """
+        ...
+
+    def rotary(
+        self,
+        layer: int,
+        qkv: Float[Array, "num_tokens num_heads_and_2_num_kv_heads head_dim"],
+        angles: Angles,
+        scale: float | None = None,
+    ) -> Float[Array, "num_tokens num_heads head_dim"]:
+        """The same for query, key and value heads side by side, queries and keys turned by angles first.
+
+        What a GPU does in one pass; for models that do nothing between the projection and the rotation.
         """
         ...
 

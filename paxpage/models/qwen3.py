@@ -1,10 +1,13 @@
 """Qwen3 (dense): Llama with each head's query and key normalised before the rotation."""
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from pallas_kernels.rope_kv_cache_write.xla import rotate
 from paxpage.config import ModelConfig
 from paxpage.models.layers import RMSNorm
 from paxpage.models.llama import Attention, LlamaForCausalLM
+from paxpage.models.protocol import Angles, Attend
 
 
 class Qwen3Attention(Attention):
@@ -15,9 +18,17 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
 
-    def normalise(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """RMSNorm per head."""
-        return self.q_norm(q), self.k_norm(k)
+    def attention(
+        self,
+        qkv: Float[Array, "num_tokens num_heads_and_2_num_kv_heads head_dim"],
+        angles: Angles,
+        layer: int,
+        attend: Attend,
+    ) -> Float[Array, "num_tokens num_heads head_dim"]:
+        """RMSNorm per head, then Llama's."""
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
+        return attend(layer, rotate(self.q_norm(q), *angles), rotate(self.k_norm(k), *angles), v)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

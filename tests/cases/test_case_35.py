@@ -57,7 +57,7 @@ def test_the_nan_check_sees_a_nan(shelf: Shelf) -> None:
         params = llm.engine.runner.params
         with jax.debug_nans(False):
             nan = jnp.full_like(params["norm"]["weight"], np.nan)
-        llm.engine.runner.params = {**params, "norm": {"weight": nan}}
+        llm.engine.runner.set_params({**params, "norm": {"weight": nan}})
         with pytest.raises(EngineDeadError, match="nan"):
             tokens(llm, PROMPTS[:1], PARAMS)
 

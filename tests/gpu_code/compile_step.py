@@ -13,7 +13,6 @@ import re
 import sys
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -24,12 +23,12 @@ from paxpage.models import registry
 from tests.gpu_code.h200 import target_config
 from tests.gpu_code.lowering import as_h200
 
-NUM_BLOCKS, BLOCK_SIZE, MAX_ROWS, BLOCKS_PER_ROW = 4000, 16, 256, 272
+NUM_BLOCKS, BLOCK_SIZE, MAX_ROWS, BLOCKS_PER_ROW, VOCAB_SIZE = 4000, 16, 256, 272, 128256
 
 
 def llama8b(num_layers: int) -> ModelConfig:
     """Llama-3-8B's shape, with fewer layers."""
-    return ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, num_layers, 32, 8, 128, 8192, rope_theta=5e5)
+    return ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 4096, 14336, num_layers, 32, 8, 128, 8192, rope_theta=5e5)
 
 
 def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Compiled, int]:
@@ -42,18 +41,16 @@ def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Comp
     model = registry.abstract_model(llama8b(num_layers), "bfloat16")
     graphdef, params = registry.split(model)
     cache = kv_cache.abstract_cache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, "bfloat16")
-    previous = jax.ShapeDtypeStruct((MAX_ROWS,), jnp.int32)
-    inputs = place((params, cache, step.abstract_inputs(shape), previous))
-    run = functools.partial(step.forward, graphdef=graphdef, shape=shape, backend="triton")
+    step_model = step.StepModel(graphdef, *place((params, cache)), MAX_ROWS, VOCAB_SIZE, "triton")
     with as_h200():
-        lowered = jax.jit(run, donate_argnums=1).lower(*inputs)
-    compiled = lowered.compile(compiler_options=step.COMPILER_OPTIONS)
+        traced = step.trace_forward(step_model, shape)
+        compiled = step.compile_traced(traced)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
 def thunks(folder: str, name: str) -> list[str]:
     """Lines of a dumped thunk sequence: what the device is given to do, one entry a line, nested ones indented."""
-    (path,) = pathlib.Path(folder).glob(f"*jit_forward.{name}.txt")
+    (path,) = pathlib.Path(folder).glob(f"*jit_forward_flat.{name}.txt")
     return [line for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
 
 

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
-KERNELS_PER_LAYER = {"decode": 14, "mixed": 14}  # as compiled with jax 0.11.2; a change is a decision, not an accident
+# As compiled with jax 0.11.2; a change is a decision, not an accident. Three of decode's 12 are split-K sums that XLA,
+# without a device to time matrix products on, takes for granted.
+KERNELS_PER_LAYER = {"decode": 12, "mixed": 10}
 SHAPES = {"decode": (32, 32), "mixed": (512, 256)}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import kv_cache_write, paged_attention
+from pallas_kernels import add_rms_norm, kv_cache_write, paged_attention
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
@@ -47,6 +47,16 @@ def test_kv_cache_write_lowers(block_size: int, dtype: str) -> None:
     assert "kv_cache_write" in lower_for_cuda(write, (cache, cache, new, new, array((7,), "int32")))
 
 
+@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [64, 96, 576, 4096, 8192])
+def test_add_rms_norm_lowers(size: int, dtype: str, has_delta: bool) -> None:
+    rows = array((7, size), dtype)
+    norm = functools.partial(add_rms_norm, eps=1e-5, backend="triton")
+    text = lower_for_cuda(norm, (rows, rows if has_delta else None, array((size,), dtype)))
+    assert ("add_rms_norm" if has_delta else "rms_norm") in text
+
+
 @pytest.mark.parametrize("architecture", list(registry.ARCHITECTURES))
 @pytest.mark.parametrize(("num_tokens", "num_rows"), SIZES.values(), ids=list(SIZES))
 def test_a_step_of_every_family_lowers(architecture: str, num_tokens: int, num_rows: int) -> None:
@@ -57,6 +67,6 @@ def test_a_step_of_every_family_lowers(architecture: str, num_tokens: int, num_r
     shape = StepShape(num_tokens, num_rows, 64)
     run = functools.partial(step.forward, graphdef=graphdef, shape=shape, backend="triton")
     cache = kv_cache.abstract_cache(model.kv_spec, 100, 16, "bfloat16")
-    text = lower_for_cuda(run, (params, cache, step.abstract_inputs(shape), array((32,), "int32")))
+    text = lower_for_cuda(run, (params, cache, step.abstract_inputs(shape), array((32,), "int32"), None))
     # One kernel for all layers, called once in each.
-    assert "paged_attention_decode" in text and "kv_cache_write" in text
+    assert "paged_attention_decode" in text and "kv_cache_write" in text and "rms_norm" in text

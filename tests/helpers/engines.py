@@ -72,7 +72,7 @@ def assert_idle(engine: Engine) -> None:
     assert not (scheduler.waiting or scheduler.running or scheduler.ending)
     assert not (engine._groups or engine._samples)
     assert not manager.block_tables.any() and not any(manager.num_blocks_of_row)
-    usage = manager.usage()
+    usage = scheduler.usage()
     assert (usage.allocated, usage.holding) == (0, 0)
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)

@@ -1,6 +1,7 @@
 """transformers' answer, and the rule by which greedy tokens are compared with it."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,32 +56,39 @@ def _numpy(tensor: Any) -> np.ndarray:
     return tensor[0].float().numpy().copy()
 
 
-def first_difference(token_ids: Sequence[int], logits: np.ndarray, gap: float) -> int:
-    """Index of the first token that is not the reference's greedy choice; their number if there is none.
+def near_ties(token_ids: Sequence[int], logits: np.ndarray, gap: float) -> Iterator[int]:
+    """Indices of tokens that are not the reference's greedy choice after the tokens before them.
 
     logits: [num_tokens, vocab_size], those from which each of token_ids was chosen, the reference being given the same
-    tokens before. So up to the first difference these are the tokens that the reference would have generated, and
-    after it nothing can be said. AssertionError unless that token's logit is within gap of the best.
+    tokens before. AssertionError at a token whose logit is not within gap of the best.
     """
     for index, (token_id, row) in enumerate(zip(token_ids, logits, strict=True)):
         best = int(row.argmax())
         if token_id != best:
             distance = float(row[best] - row[token_id])
             assert distance < gap, f"token {index} is {token_id}, {distance:.2e} below the reference's {best}"
-            return index
-    return len(token_ids)
+            yield index
 
 
 class GreedyJudge:
     """Compares greedy outputs with a reference, asking it once per prompt and output.
 
+    Up to the first difference they are the tokens that the reference would have generated; what follows is looked at
+    only with to_the_end: each token is then to be near the best that the reference has after the tokens before it.
     num_differences counts the outputs that the gap rule had to excuse.
     """
 
-    def __init__(self, reference: Callable[[Sequence[int]], np.ndarray], gap: float = GAPS["float32"]) -> None:
+    def __init__(
+        self,
+        reference: Callable[[Sequence[int]], np.ndarray],
+        gap: float = GAPS["float32"],
+        *,
+        to_the_end: bool = False,
+    ) -> None:
         self.num_differences = 0
         self._reference = reference
         self._gap = gap
+        self._to_the_end = to_the_end
         self._judged: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def check(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -89,10 +97,11 @@ class GreedyJudge:
         if key in self._judged:
             return
         logits = self._reference([*prompt, *token_ids])[len(prompt) - 1 : -1]
-        self.num_differences += first_difference(token_ids, logits, self._gap) < len(token_ids)
+        compared = itertools.islice(near_ties(token_ids, logits, self._gap), None if self._to_the_end else 1)
+        self.num_differences += bool(list(compared))
         self._judged.add(key)
 
 
-def judge_by(model: Any, gap: float = GAPS["float32"]) -> GreedyJudge:
+def judge_by(model: Any, gap: float = GAPS["float32"], *, to_the_end: bool = False) -> GreedyJudge:
     """A judge whose reference is a model of transformers."""
-    return GreedyJudge(lambda token_ids: logits_of(model, token_ids), gap)
+    return GreedyJudge(lambda token_ids: logits_of(model, token_ids), gap, to_the_end=to_the_end)

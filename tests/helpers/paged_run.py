@@ -42,10 +42,13 @@ class Recorder:
         self.layer = layer
         self.seen = seen
 
-    def __call__(self, x: jax.Array, angles: tuple, index: int, attend: PagedAttend) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, delta: jax.Array | None, angles: tuple, index: int, attend: PagedAttend
+    ) -> tuple[jax.Array, jax.Array]:
         self.seen += [x] if index == 0 else []
-        self.seen.append(self.layer(x, angles, index, attend))
-        return self.seen[-1]
+        x, delta = self.layer(x, delta, angles, index, attend)
+        self.seen.append(x + delta)
+        return x, delta
 
 
 def recorded_forward(

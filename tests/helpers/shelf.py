@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from paxpage import LLM
 from paxpage.models.embedded import default_model_path
-from paxpage.models.loading import open_model
+from paxpage.models.loading import LoadOptions, load_params, open_model
 from tests.helpers.checkpoints import TINY, write_checkpoint
 from tests.helpers.oracle import GAPS, GreedyJudge, judge_by
 from tests.helpers.smol import transformers_model
@@ -50,12 +50,16 @@ class Shelf:
         """By transformers' TINY in float32; the gap is the one for dtype."""
         return judge_by(self.tiny_oracle, GAPS[dtype])
 
-    def smol_judge(self, dtype: str = "float32") -> GreedyJudge:
+    def smol_judge(self, dtype: str = "float32", *, to_the_end: bool = False) -> GreedyJudge:
         """By transformers' SMOL in float32; the gap is the one for dtype."""
+        return judge_by(self.smol_oracle(), GAPS[dtype], to_the_end=to_the_end)
+
+    def smol_oracle(self) -> Any:
+        """transformers' SMOL in float32. It takes no LLM, which would take as long again to compile."""
         if self._smol_oracle is None:
-            config = open_model(default_model_path()).config
-            self._smol_oracle = transformers_model(config, self.smol().engine.runner.params)
-        return judge_by(self._smol_oracle, GAPS[dtype])
+            source = open_model(default_model_path(), LoadOptions(dtype="float32", show_progress=False))
+            self._smol_oracle = transformers_model(source.config, load_params(source))
+        return self._smol_oracle
 
     def close(self) -> None:
         """Closes every LLM."""

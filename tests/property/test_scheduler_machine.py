@@ -303,7 +303,7 @@ class Traffic(RuleBasedStateMachine):
         assert NULL_BLOCK not in owned
         assert all(pool.ref_count(block_id) == 1 for block_id in owned)
         held = sum(request.num_computed_tokens for request in self.scheduler.running)
-        assert self.manager.usage() == (len(owned) * self.manager.block_size, held)
+        assert self.scheduler.usage() == (len(owned) * self.manager.block_size, held)
 
     def check_tables(self) -> None:
         for life in self.lives.values():
@@ -445,8 +445,8 @@ def lets_in_without_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
 def ignores_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_waiting = Scheduler._schedule_waiting
 
-    def schedule_all_waiting(self: Scheduler, batch: ScheduledBatch, budget: int) -> None:
-        schedule_waiting(self, batch, budget + 1 if budget else 0)
+    def schedule_all_waiting(self: Scheduler, batch: ScheduledBatch, budget: int) -> int:
+        return schedule_waiting(self, batch, budget + 1 if budget else 0)
 
     monkeypatch.setattr(Scheduler, "_schedule_waiting", schedule_all_waiting)
 

@@ -104,9 +104,10 @@ class FakeModel:
         return self.sampled.tolist()
 
     def inputs(self, batch: ScheduledBatch) -> StepInputs:
-        """The batch packed into a shape with some padding of both kinds."""
-        blocks_per_row = self.manager.block_tables.shape[1]
-        shape = StepShape(batch.num_tokens + 3, len(batch.rows) + 1, blocks_per_row)
+        """The batch packed into a shape with some padding of both kinds; a decode shape if it has one token a row."""
+        num_rows, blocks_per_row = len(batch.rows) + 1, self.manager.block_tables.shape[1]
+        num_tokens = num_rows if batch.num_tokens == len(batch.rows) else max(batch.num_tokens, num_rows) + 2
+        shape = StepShape(num_tokens, num_rows, blocks_per_row)
         return unpack(pack(batch, shape, self.manager), shape)
 
     def sequence(self, inputs: StepInputs, index: int) -> list[int]:
@@ -145,7 +146,7 @@ def assert_idle(scheduler: Scheduler) -> None:
     manager.pool.check()
     assert not scheduler.has_unfinished_requests()
     assert manager.pool.num_free == manager.pool.num_usable
-    assert manager.usage() == (0, 0)
+    assert scheduler.usage() == (0, 0)
     assert not manager.block_tables.any() and not any(manager.num_blocks_of_row)
 
 

@@ -1,7 +1,7 @@
 """Slots summed over steps."""
 
 from paxpage.engine.accounting import SlotAccount
-from paxpage.engine.kv_cache_manager import SlotUsage
+from paxpage.engine.scheduler import SlotUsage
 
 
 def test_nothing_yet() -> None:

@@ -47,9 +47,9 @@ def test_nothing_is_taken_when_the_pool_is_short() -> None:
     manager = make_manager(num_usable=3)
     first, second = with_row(manager, 8), with_row(manager, 8)
     assert manager.allocate(first, 8)
-    before = (manager.usage(), manager.pool.num_free)
+    before = (manager.num_blocks_of_row[:], manager.pool.num_free)
     assert not manager.allocate(second, 5)
-    assert (manager.usage(), manager.pool.num_free) == before
+    assert (manager.num_blocks_of_row, manager.pool.num_free) == before
     assert manager.block_ids(second) == []
     assert manager.allocate(second, 4)
 
@@ -96,20 +96,6 @@ def test_missing_blocks_are_those_for_all_present_tokens() -> None:
     request.append(7)
     manager.allocate(request, 10)
     assert manager.num_missing_blocks(request) == 0
-
-
-def test_usage_counts_slots() -> None:
-    manager = make_manager(block_size=4)
-    first, second = with_row(manager, 9), with_row(manager, 4)
-    manager.allocate(first, 9)
-    manager.allocate(second, 4)
-    assert manager.usage() == (16, 13)
-    manager.allocate(first, 10)
-    assert manager.usage() == (16, 14)
-    manager.release(first)
-    assert manager.usage() == (4, 4)
-    manager.release(second)
-    assert manager.usage() == (0, 0)
 
 
 def test_block_ids_are_a_copy() -> None:

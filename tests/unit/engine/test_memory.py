@@ -38,7 +38,7 @@ def test_more_in_use_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_block", "most_useful", "expected"),
-    [(MIB, 10**6, 1024), (MIB, 300, 300), (CPU_CACHE_BYTES, 300, 2), (MIB, 1, 2)],
+    [(MIB, 10**6, 512), (MIB, 300, 300), (CPU_CACHE_BYTES, 300, 2), (MIB, 1, 2)],
 )
 def test_a_cpu_has_a_budget_of_its_own(
     monkeypatch: pytest.MonkeyPatch, bytes_per_block: int, most_useful: int, expected: int

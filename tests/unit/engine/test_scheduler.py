@@ -55,6 +55,30 @@ def test_a_prompt_is_computed_in_chunks_of_what_the_budget_leaves() -> None:
     ]
 
 
+def test_usage_counts_slots() -> None:
+    scheduler = make_scheduler(Sizes(block_size=4))
+    model = FakeModel(scheduler.manager)
+    first, second = make_request("first", 9), make_request("second", 4)
+    add_all(scheduler, first, second)
+    step(scheduler, model)
+    assert scheduler.usage() == (16, 13)
+    step(scheduler, model)
+    assert scheduler.usage() == (20, 15)
+    scheduler.finish(first, FinishReason.ABORT)
+    assert scheduler.usage() == (8, 5)
+    scheduler.finish(second, FinishReason.ABORT)
+    assert scheduler.usage() == (0, 0)
+
+
+def test_a_chunk_of_one_token_is_the_prompts_own() -> None:
+    """A batch of one token a row may hold the middle of a prompt, not only its end."""
+    scheduler = make_scheduler(Sizes(max_num_batched_tokens=2, max_num_seqs=2))
+    model = FakeModel(scheduler.manager)
+    add_all(scheduler, make_request("a", 3), make_request("b", 7))
+    drain(scheduler, model)
+    assert_idle(scheduler)
+
+
 def test_decoding_takes_one_token_a_step() -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.manager)

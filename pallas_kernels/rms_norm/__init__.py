@@ -1,0 +1,1 @@
+"""A residual sum and its RMS norm in one pass over the rows."""

@@ -1,0 +1,1 @@
+"""Rotating queries and keys, and writing keys and values to their slots, in one pass."""
