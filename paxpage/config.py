@@ -99,7 +99,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     num_blocks: int | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     scheduling_policy: str = "fcfs"
@@ -127,9 +127,8 @@ class EngineConfig:
             require_int("num_blocks", self.num_blocks, 2)
         require_int("max_logprobs", self.max_logprobs, 0, 100)
         require_int("seed", self.seed, 0, 2**63 - 1)
-        require(
-            not self.enable_prefix_caching, "enable_prefix_caching", True, "False (prefix caching is not built yet)"
-        )
+        is_switch = isinstance(self.enable_prefix_caching, bool)
+        require(is_switch, "enable_prefix_caching", self.enable_prefix_caching, "True, False")
         require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1")
 
 

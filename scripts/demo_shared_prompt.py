@@ -3,8 +3,8 @@
     python scripts/demo_shared_prompt.py
 
 Watch blocks being handed out as tokens come, users waiting, and a finished user's blocks serve a waiting one on the
-very next pass. At the end: what was wasted, and what contiguous reservation would have held. Every user still holds
-the system prompt's blocks separately: sharing them comes with prefix caching.
+very next pass. The system prompt's blocks are computed once and held once, whoever reads them. At the end: what that
+saved, what was wasted, and what contiguous reservation would have held.
 """
 
 import argparse
@@ -55,6 +55,9 @@ class Report:
     contiguous_waste_fraction: float  # the same, had each running request reserved a whole context
     num_prompt_blocks: int  # full blocks of the shared prompt
     num_prompt_holders: int  # most requests that held them at one moment
+    num_prompt_copies: int  # most different blocks in the place of one of them at one moment: 1 if they are shared
+    num_prompt_tokens: int  # of all requests
+    num_cached_tokens: int  # of these, tokens that were not computed again
 
 
 class Demo:
@@ -67,10 +70,12 @@ class Demo:
         self.tables: dict[str, list[int]] = {}  # block tables of those running after the last step
         self.released: dict[str, list[int]] = {}  # of those that the last step finished
         self.num_steps = 0
-        self.contiguous_slots = 0
+        self.contiguous_slots = self.contiguous_tokens = 0  # with a whole context reserved for each running request
         self.num_prompt_holders = 0
+        self.num_prompt_copies = 0
         prompts = [conversation(engine, QUESTIONS[index % len(QUESTIONS)]) for index in range(num_users)]
         self.num_shared_tokens = num_common_tokens(prompts)
+        self.num_prompt_blocks = self.num_shared_tokens // engine.config.block_size
         for index, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=max_tokens - index % 4 * (max_tokens // 6))
             engine.add_request(f"user-{index}", {"prompt_token_ids": prompt}, params)
@@ -80,15 +85,18 @@ class Demo:
         print(f"{'step':>5} {'running':>8} {'waiting':>8} {'blocks used':>12} {'free':>6} {'waste':>7}  events")
         while self.engine.has_unfinished_requests():
             self.step()
-        account = self.engine.slots
+        account, stats = self.engine.slots, self.engine.stats()
         return Report(
             texts=self.texts,
             reuses=self.reuses,
             num_steps=self.num_steps,
             waste_fraction=account.waste_fraction,
-            contiguous_waste_fraction=1 - account.holding / self.contiguous_slots,
-            num_prompt_blocks=self.num_shared_tokens // self.engine.config.block_size,
+            contiguous_waste_fraction=1 - self.contiguous_tokens / self.contiguous_slots,
+            num_prompt_blocks=self.num_prompt_blocks,
             num_prompt_holders=self.num_prompt_holders,
+            num_prompt_copies=self.num_prompt_copies,
+            num_prompt_tokens=stats.num_prefix_queries,
+            num_cached_tokens=stats.num_prefix_hits,
         )
 
     def step(self) -> None:
@@ -101,8 +109,13 @@ class Demo:
         tables = {name: block_ids for name, block_ids in tables.items() if block_ids}
         reuses = self.find_reuses(tables)
         self.reuses += reuses
-        self.contiguous_slots += self.engine.max_model_len * (len(tables) + len(finished))
-        self.num_prompt_holders = max(self.num_prompt_holders, len(tables))
+        running = self.engine.scheduler.running
+        self.contiguous_slots += self.engine.max_model_len * len(running)
+        self.contiguous_tokens += sum(request.num_computed_tokens for request in running)
+        holders = [block_ids for block_ids in tables.values() if len(block_ids) >= self.num_prompt_blocks]
+        self.num_prompt_holders = max(self.num_prompt_holders, len(holders))
+        places = zip(*(block_ids[: self.num_prompt_blocks] for block_ids in holders), strict=True)
+        self.num_prompt_copies = max([self.num_prompt_copies, *(len(set(place)) for place in places)])
         self.released = {name: self.tables.get(name, []) for name in finished}
         self.tables = tables
         events = [f"{r.admitted} got {len(r.block_ids)} blocks of {r.finished}" for r in reuses]
@@ -147,11 +160,14 @@ def print_report(report: Report, block_size: int) -> None:
     for reuse in report.reuses[:3]:
         where = f"blocks {reuse.block_ids[0]} .. {reuse.block_ids[-1]} ({len(reuse.block_ids)} of them)"
         print(f"step {reuse.step}: {where} of {reuse.finished}, which had just finished, serve {reuse.admitted}")
-    held = report.num_prompt_blocks * report.num_prompt_holders
+    blocks, holders, copies = report.num_prompt_blocks, report.num_prompt_holders, report.num_prompt_copies
     print(
-        f"the shared prompt fills {report.num_prompt_blocks} blocks of {block_size} tokens; with "
-        f"{report.num_prompt_holders} requests running it was held {report.num_prompt_holders} times ({held} blocks)"
+        f"the shared prompt fills {blocks} blocks of {block_size} tokens; {holders} requests held it at once, in "
+        f"{blocks * copies} blocks where {blocks * holders} would have been copies: {blocks * (holders - copies)} saved"
     )
+    share = report.num_cached_tokens / report.num_prompt_tokens
+    tokens = f"{report.num_cached_tokens:,} of {report.num_prompt_tokens:,} prompt tokens ({share:.0%})"
+    print(f"{tokens} were not computed again")
 
 
 def main() -> None:
@@ -159,14 +175,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=48, help="of the first user; others stop a little earlier")
-    parser.add_argument("--num-blocks", type=int, default=161, help="of 16 tokens, the null block included")
+    parser.add_argument("--num-blocks", type=int, default=33, help="of 16 tokens, the null block included")
     args = parser.parse_args()
     with LLM(
         default_model_path(),
         num_blocks=args.num_blocks,
         max_num_seqs=16,
         max_num_batched_tokens=256,
-        max_model_len=2048,
+        max_model_len=512,
     ) as llm:
         report = Demo(llm.engine, args.users, args.max_tokens).run()
         print_report(report, llm.engine.config.block_size)

@@ -5,12 +5,13 @@ layout. Shapes come from a short list of StepShapes, compiled ahead.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paxpage.engine.block_pool import NULL_BLOCK
-from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.kv_cache_manager import BlockCopy, KVCacheManager
 from paxpage.engine.request import Request
 from paxpage.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from paxpage.engine.scheduler import ScheduledBatch, ScheduledRow
@@ -63,7 +64,7 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     packed = np.empty(shape.num_ints, np.int32)
     inputs = unpack(packed, shape)
     packed[: packed.size - inputs.block_tables.size] = 0
-    requests, starts_of, counts_of, _, previous_of = zip(*batch.rows, strict=True)
+    requests, starts_of, counts_of, _, previous_of, _ = zip(*batch.rows, strict=True)
     _gather_tables(manager.block_tables, np.array([request.row for request in requests]), inputs.block_tables)
     starts, counts = np.array(starts_of, np.int32), np.array(counts_of, np.int32)
     num_rows, num_tokens = len(requests), batch.num_tokens
@@ -78,9 +79,19 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     inputs.query_start_loc[num_rows + 1 :] = num_tokens
     inputs.seq_lens[:num_rows] = starts + counts
     inputs.logits_indices[:num_rows] = ends - 1
+    if batch.has_forks:
+        _place_forks(inputs, batch.rows)
     inputs.positions[:num_tokens] = positions
     inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, rows, positions, manager.block_size)
     return packed
+
+
+def _place_forks(inputs: StepInputs, rows: list[ScheduledRow]) -> None:
+    """Rows without a token of their own attend to nothing and take another row's logits."""
+    for index, row in enumerate(rows):
+        if row.fork_index >= 0:
+            inputs.seq_lens[index] = 0
+            inputs.logits_indices[index] = inputs.logits_indices[row.fork_index]
 
 
 def _decode_token_ids(rows: list[ScheduledRow], previous: np.ndarray) -> np.ndarray:
@@ -89,6 +100,13 @@ def _decode_token_ids(rows: list[ScheduledRow], previous: np.ndarray) -> np.ndar
     for index in np.flatnonzero(previous < 0).tolist():
         token_ids[index] = rows[index].request.token_ids[rows[index].start]
     return token_ids
+
+
+def pack_copies(copies: Sequence[BlockCopy], num_copies: int) -> np.ndarray:
+    """int32 [2, num_copies], sources and targets; padding copies the null block onto itself."""
+    pairs = np.full((2, num_copies), NULL_BLOCK, np.int32)
+    pairs[:, : len(copies)] = np.array(copies, np.int32).T
+    return pairs
 
 
 def _gather_tables(block_tables: np.ndarray, table_rows: np.ndarray, out: np.ndarray) -> None:
@@ -111,7 +129,7 @@ def slots_of(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_
 
 def _token_ids(rows: list[ScheduledRow]) -> list[int]:
     token_ids: list[int] = []
-    for request, start, num_tokens, _, previous_index in rows:
+    for request, start, num_tokens, _, previous_index, _ in rows:
         if previous_index >= 0:
             token_ids.append(-1 - previous_index)
         elif num_tokens == 1:

@@ -17,9 +17,10 @@ from paxpage.engine.accounting import IdleMeter, SlotAccount
 from paxpage.engine.batch import MAX_SUPPRESSED
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
-from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner
-from paxpage.engine.request import FinishReason, Request, RequestStatus
+from paxpage.engine.prefix_cache import PrefixCache, block_digests, root_digest
+from paxpage.engine.request import FinishReason, PromptDigests, Request, RequestStatus
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
 from paxpage.models.generation import GenerationDefaults
@@ -47,18 +48,22 @@ class PreparedRequest(NamedTuple):
     priority: int
     is_streamed: bool
     arrival_time_s: float
+    digests: PromptDigests
 
 
 class EngineStats(NamedTuple):
-    """Numbers of this moment; the last four only grow."""
+    """Numbers of this moment; those from num_preemptions on only grow."""
 
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # share of usable blocks that are referenced, 0 to 1
     num_blocks_free: int
     num_blocks_usable: int
+    num_blocks_cached: int  # in the prefix cache, free or not
     num_scheduled_tokens: int  # of the last step
     num_preemptions: int
+    num_prefix_queries: int  # tokens of prompts looked up in the prefix cache
+    num_prefix_hits: int  # of these, tokens that were found there and not computed again
     num_wasted_rows: int  # computed in vain: the request had ended by a token that was still in flight
     num_steps: int
     num_failed_steps: int
@@ -120,8 +125,15 @@ class Group:
         )
         outputs = [sample.output() for sample in self.samples]
         is_finished = self.num_unfinished == 0
+        num_cached_tokens = self.samples[0].request.num_cached_tokens or 0
         return RequestOutput(
-            prepared.request_id, prepared.prompt, prepared.prompt_token_ids, outputs, is_finished, metrics
+            prepared.request_id,
+            prepared.prompt,
+            prepared.prompt_token_ids,
+            outputs,
+            is_finished,
+            metrics,
+            num_cached_tokens,
         )
 
 
@@ -148,7 +160,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.runner = runner
         pool = BlockPool(runner.num_blocks)
-        self._manager = KVCacheManager(pool, config.block_size, limits.max_num_seqs, limits.max_model_len)
+        cache = PrefixCache(max_evicted=runner.num_blocks) if config.enable_prefix_caching else None
+        self._manager = KVCacheManager(pool, config.block_size, limits.max_num_seqs, limits.max_model_len, cache)
         self.scheduler = Scheduler(limits, self._manager)
         self.slots = SlotAccount()
         self.idle_meter = IdleMeter()
@@ -171,19 +184,26 @@ class Engine:
         *,
         priority: int = 0,
         is_streamed: bool = True,
+        cache_salt: str | None = None,
     ) -> PreparedRequest:
         """Tokenises and checks a request without side effects; any thread may call it.
 
-        prompt: text, token ids, or {"prompt_token_ids": [...]}. is_streamed False: deltas come only at the end.
+        prompt: text, token ids, or {"prompt_token_ids": [...]}, which may have a "cache_salt" too. is_streamed False:
+        deltas come only at the end. cache_salt: only requests with the same one share blocks.
         Raises ValueError naming what is wrong and what is allowed.
         """
         arrival_time_s = time.monotonic()
         text, token_ids = self._tokenise(prompt)
+        if isinstance(prompt, dict) and cache_salt is None:
+            cache_salt = prompt.get("cache_salt")
         self._check_prompt(token_ids)
         self._check_params(params)
         remaining = self.max_model_len - len(token_ids)
         max_tokens = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
-        return PreparedRequest(request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s)
+        digests = self._digests(token_ids, cache_salt)
+        return PreparedRequest(
+            request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s, digests
+        )
 
     def submit(self, prepared: PreparedRequest) -> None:
         """Queues a prepared request. ValueError if its id is in use."""
@@ -194,7 +214,7 @@ class Engine:
             sample = self._make_sample(group, index)
             group.samples.append(sample)
             self._samples[sample.request.request_id] = sample
-            self.scheduler.add(sample.request)
+        self.scheduler.add_samples([sample.request for sample in group.samples])
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
         """prepare() and submit() in one."""
@@ -242,8 +262,11 @@ class Engine:
             kv_cache_usage=1 - pool.num_free / pool.num_usable,
             num_blocks_free=pool.num_free,
             num_blocks_usable=pool.num_usable,
+            num_blocks_cached=len(self._manager.prefix_cache or ()),
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_prefix_queries=self.scheduler.num_prefix_queries,
+            num_prefix_hits=self.scheduler.num_prefix_hits,
             num_wasted_rows=self.scheduler.num_wasted_rows,
             num_steps=self.slots.num_steps,
             num_failed_steps=self._num_failed_steps,
@@ -256,6 +279,14 @@ class Engine:
     def block_ids(self, request_id: str) -> list[list[int]]:
         """The block table of each of a request's samples; empty lists while they wait."""
         return [self._manager.block_ids(sample.request) for sample in self._groups[request_id].samples]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what blocks hold; running requests keep theirs, and what waits or comes computes its own."""
+        self._manager.forget_cached()
+
+    def explain_cache(self, prepared: PreparedRequest) -> list[BlockReport]:
+        """For each full block of a prompt: whether the prefix cache has it now, or why not."""
+        return list(self._manager.explain(prepared.prompt_token_ids, prepared.digests.root))
 
     def close(self) -> None:
         """Aborts everything and gives the device memory back to JAX's pool in this process."""
@@ -272,6 +303,12 @@ class Engine:
             require(self.tokenizer is not None, "prompt", content[:40], "token ids only: this model has no tokenizer")
             return content, encode_text(self.tokenizer, content)
         return None, list(content)
+
+    def _digests(self, token_ids: list[int], salt: Any) -> PromptDigests:
+        require(salt is None or isinstance(salt, str), "cache_salt", salt, "a string, or None")
+        root = root_digest(salt)
+        is_wanted = self.config.enable_prefix_caching
+        return PromptDigests(root, list(block_digests(root, token_ids, self.config.block_size)) if is_wanted else ())
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         require(len(token_ids) > 0, "prompt", token_ids, "at least one token")
@@ -310,6 +347,7 @@ class Engine:
             eos_token_ids=frozenset(self.generation.eos_token_ids),
             priority=prepared.priority,
             arrival_time_s=prepared.arrival_time_s,
+            digests=prepared.digests,
         )
         return Sample(index, request, group, self._make_detokenizer(prepared))
 
@@ -448,10 +486,11 @@ class Engine:
 
 
 def _prompt_content(prompt: Prompt) -> str | TokenIds:
-    allowed = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+    allowed = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, the last two with a "cache_salt" or not'
     if isinstance(prompt, dict):
-        require(set(prompt) in ({"prompt"}, {"prompt_token_ids"}), "prompt", sorted(prompt), allowed)
-        prompt = next(iter(prompt.values()))
+        is_known = set(prompt) - {"cache_salt"} in ({"prompt"}, {"prompt_token_ids"})
+        require(is_known, "prompt", sorted(prompt), allowed)
+        prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
     require(isinstance(prompt, (str, list, tuple)), "prompt", prompt, allowed)
     assert isinstance(prompt, (str, list, tuple))
     return prompt

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from paxpage.config import EngineConfig, require
 from paxpage.engine.build import build_engine
 from paxpage.engine.engine import Engine, PreparedRequest
+from paxpage.engine.kv_cache_manager import BlockReport
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.served_model import Model
 from paxpage.models.registry import Params
@@ -52,7 +53,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
         num_blocks: int | None = None,
-        enable_prefix_caching: bool = False,
+        enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
         load_format: str = "auto",
         async_scheduling: bool | None = None,
@@ -135,6 +136,21 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what finished requests have left in the cache: the next ones compute everything themselves."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+
+    def explain_cache(self, prompt: str | dict[str, Any]) -> list[BlockReport]:
+        """Why a prompt would, or would not, be found in the prefix cache now: a report for each of its full blocks.
+
+        Verdicts: "hit"; "differs" (with the block found and the index of the first token that differs); "evicted" (it
+        was there, and its memory has been used for something else); "miss" (never seen); "off".
+        """
+        with self._lock:
+            prepared = self.engine.prepare("explain", prompt, SamplingParams(max_tokens=1))
+            return self.engine.explain_cache(prepared)
 
     def close(self) -> None:
         """Gives the weights' and the cache's device memory back to JAX's pool, for the rest of this process.

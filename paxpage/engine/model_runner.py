@@ -37,14 +37,17 @@ def step_shapes(platform: str, max_num_seqs: int, max_num_batched_tokens: int, b
     return [StepShape(n, n, blocks_per_row) for n in rows] + [StepShape(*size, blocks_per_row) for size in mixed]
 
 
-def choose_shape(shapes: Iterable[StepShape], num_tokens: int, num_rows: int) -> StepShape:
+def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch) -> StepShape:
     """The smallest shape that a batch fits in; decode shapes are for batches of one token a row."""
-    is_decode = num_tokens == num_rows
+    is_decode, num_tokens, num_rows = batch.is_decode, batch.num_tokens, len(batch.rows)
     return next(
         shape
         for shape in shapes
         if shape.is_decode == is_decode and shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
     )
+
+
+COPY = "copy"  # where ModelRunner keeps the compiled step.copy_blocks
 
 
 class HostTokens(NamedTuple):
@@ -126,6 +129,7 @@ class ModelRunner:
         for num_rows in sorted({shape.num_rows for shape in self.shapes}):
             for has_logprobs in self._sampler_variants:
                 jobs[num_rows, has_logprobs] = functools.partial(self._compile_sampler, num_rows, has_logprobs)
+        jobs[COPY] = functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))
         self._compiled = compile_all(jobs, show_progress)
 
     def memory_analysis(self) -> dict[StepShape, Any]:
@@ -134,8 +138,11 @@ class ModelRunner:
 
     def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
-        shape = choose_shape(self.shapes, batch.num_tokens, len(batch.rows))
+        shape = choose_shape(self.shapes, batch)
         packed = batches.pack(batch, shape, manager)
+        for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
+            pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
+            self.cache = self._compiled[COPY](self.cache, pairs)
         logits = self._logits.pop(shape.num_rows, None)
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
         if logits is not None:

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paxpage.engine.sampling_params import SamplingParams
 
@@ -14,6 +14,17 @@ class RequestStatus(enum.Enum):
     RUNNING = "running"
     ENDING = "ending"
     FINISHED = "finished"
+
+
+class PromptDigests(NamedTuple):
+    """A prompt's full blocks, as prefix_cache.block_digests names them, and what stands before the first."""
+
+    root: bytes
+    blocks: Sequence[bytes]
+
+
+NO_DIGESTS = PromptDigests(b"", ())
+NEVER = 2**62  # more tokens than any request has
 
 
 class FinishReason(enum.StrEnum):
@@ -34,14 +45,16 @@ class Request:
     does not know yet. Only the scheduler mutates a request.
 
     max_tokens is the resolved limit of new tokens (the context length included), seed the resolved 64-bit seed,
-    eos_token_ids the model's own ends of sequence.
+    eos_token_ids the model's own ends of sequence, digests those of the prompt for the prefix cache (made when they are
+    wanted, if not given).
     """
 
     __slots__ = (
         *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
         *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
         *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
-        *("stop_reason", "packed_params", "needs_sampler", "min_tokens"),
+        *("stop_reason", "packed_params", "needs_sampler", "min_tokens", "root_digest", "block_digests"),
+        *("num_cached_blocks", "next_block_end", "num_cached_tokens", "awaited", "leader", "followers"),
     )
 
     def __init__(
@@ -55,6 +68,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
         arrival_time_s: float = 0.0,
+        digests: PromptDigests = NO_DIGESTS,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)  # the prompt, then the output
@@ -81,6 +95,15 @@ class Request:
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        # What the KV cache manager knows of it
+        self.root_digest, self.block_digests = digests.root, list(digests.blocks)
+        self.num_cached_blocks = 0  # first blocks that are in the prefix cache
+        self.next_block_end = NEVER  # num_computed_tokens from which on there is another block to cache
+        self.num_cached_tokens: int | None = None  # not computed when first admitted; None before
+        self.awaited: bytes | None = None  # a block that another request is about to compute, and this one waits for
+        # Samples of one prompt: the first leads, and the others follow until it has computed the prompt.
+        self.leader: Request | None = None
+        self.followers: list[Request] = []
 
     @property
     def num_known_tokens(self) -> int:

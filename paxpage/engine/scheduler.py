@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paxpage.config import SchedulerConfig
-from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.kv_cache_manager import BlockCopy, KVCacheManager, Prefix
 from paxpage.engine.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class ScheduledRow(NamedTuple):
     num_tokens: int
     is_sampled: bool  # the row reaches the request's last token, so its logits give the next one
     previous_index: int  # row of the batch before whose sampled token is this row's only one; -1: the host knows all
+    fork_index: int = -1  # row of this batch whose logits give this row's token too: it computes none of its own
 
 
 _new_tuple = tuple.__new__  # what ScheduledRow(...) does after sorting its arguments, at half the time
@@ -48,7 +49,14 @@ class ScheduledBatch(NamedTuple):
 
     rows: list[ScheduledRow]
     preempted: list[Request]
-    num_tokens: int  # computed in this step
+    num_tokens: int = 0  # computed in this step
+    copies: Sequence[BlockCopy] = ()  # to be made before anything is computed
+    has_forks: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has exactly one token."""
+        return self.num_tokens == len(self.rows) and not self.has_forks
 
 
 class Scheduler:
@@ -61,7 +69,10 @@ class Scheduler:
         self.running: list[Request] = []
         self.ending: list[Request] = []
         self.num_preemptions = 0
-        self._num_held = 0  # tokens of running requests in the cache
+        self.num_prefix_queries = 0  # prompt tokens looked up in the prefix cache, and found there
+        self.num_prefix_hits = 0
+        self._num_held = 0  # tokens of running requests in the cache, shared ones once for each
+        self._leaders: dict[Request, None] = {}  # requests whose first token others wait for, to fork from them
         self.num_wasted_rows = 0  # computed for a request that had ended, unknown to the host, one step before
         self._num_arrivals = 0
 
@@ -72,6 +83,17 @@ class Scheduler:
         self._num_arrivals += 1
         bisect.insort(self.waiting, request, key=self._rank)
 
+    def add_samples(self, requests: Sequence[Request]) -> None:
+        """add() for several samples of one prompt: it is computed once, and they share its blocks."""
+        leader, *followers = requests
+        for request in requests:
+            self.add(request)
+        if followers:
+            self._leaders[leader] = None
+            leader.followers = followers
+            for request in followers:
+                request.leader = leader
+
     def has_unfinished_requests(self) -> bool:
         """Whether any request still lacks a token."""
         return bool(self.waiting or self.running or self.ending)
@@ -79,18 +101,25 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Chooses the next step, allocates its blocks, and counts its tokens as computed."""
         self._release_ending()
-        batch = ScheduledBatch([], [], 0)
+        self.manager.next_step()
+        batch = ScheduledBatch([], [])
         budget = self._schedule_running(batch)
         if not batch.preempted:
             budget = self._schedule_waiting(batch, budget)
         num_tokens = self.config.max_num_batched_tokens - budget
         self._num_held += num_tokens
-        return batch._replace(num_tokens=num_tokens)
+        num_rows = len(batch.rows)
+        for leader in list(self._leaders):
+            self._fork_followers(batch, leader)
+        has_forks = len(batch.rows) > num_rows
+        return batch._replace(num_tokens=num_tokens, copies=self.manager.take_copies(), has_forks=has_forks)
 
     def usage(self) -> SlotUsage:
         """Slots allocated and slots holding a token, over all requests."""
-        pool = self.manager.pool
-        return SlotUsage((pool.num_usable - pool.num_free) * self.manager.block_size, self._num_held)
+        manager, pool = self.manager, self.manager.pool
+        allocated = (pool.num_usable - pool.num_free) * manager.block_size
+        # Only the end of a table has empty slots, and nobody shares those.
+        return SlotUsage(allocated, allocated - (manager.num_slots - self._num_held))
 
     def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[tuple[int, Request]]:
         """Takes in one sampled token per row. Returns (index of the row, request) for those that got one.
@@ -112,6 +141,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request, wherever it is; its blocks are free at once. A finished one only gets the new reason."""
         self._remove(request)
+        self._dismiss_followers(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
@@ -121,6 +151,8 @@ class Scheduler:
             self._preempt(request)
         for request in self.waiting:
             request.forget_pending()
+        self.manager.forget_cached()
+        self.manager.take_copies()
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.sequence_number)
@@ -160,22 +192,32 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
+        """Rows for waiting requests, first come first served, but those that wait for others' blocks are passed over.
+
+        Returns what is left of the token budget.
+        """
         promised = self._num_promised_blocks() if self.waiting else 0
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            if not self._can_admit(request, promised):
+        position = 0
+        while position < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[position]
+            prefix = None if request.leader in self._leaders else self.manager.find_prefix(request)
+            if prefix is None or prefix.awaited is not None:
+                request.awaited = prefix.awaited if prefix else None
+                position += 1
+                continue
+            if not self._can_admit(request, prefix, promised):
                 break
-            del self.waiting[0]
-            self._admit(request)
+            del self.waiting[position]
+            self._admit(request, prefix)
             num_tokens = min(request.num_uncomputed_tokens, budget)
-            is_allocated = self.manager.allocate(request, num_tokens)
+            is_allocated = self.manager.allocate(request, request.num_computed_tokens + num_tokens)
             assert is_allocated, "admission checked the pool"
             self._take(batch, request, num_tokens)
             budget -= num_tokens
             promised += self.manager.num_missing_blocks(request)
         return budget
 
-    def _can_admit(self, request: Request, promised: int) -> bool:
+    def _can_admit(self, request: Request, prefix: Prefix, promised: int) -> bool:
         """Whether all its present tokens fit beside what running requests still need, and one more block for each.
 
         Without that reserve a request would be admitted only to be preempted a few steps later.
@@ -183,18 +225,62 @@ class Scheduler:
         if not self.running:
             return True
         reserve = len(self.running) + 1
-        return self.manager.num_missing_blocks(request) + promised + reserve <= self.manager.pool.num_free
+        return self.manager.num_blocks_taken(request, prefix) + promised + reserve <= self.manager.pool.num_free
 
     def _num_promised_blocks(self) -> int:
         """Blocks that running requests still lack for the tokens they have; only those in mid-prompt lack any."""
         return sum(self.manager.num_missing_blocks(request) for request in self.running)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, prefix: Prefix) -> None:
+        self.manager.admit(request, prefix)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prefix_queries += request.num_prompt_tokens
+            self.num_prefix_hits += request.num_computed_tokens
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
         if request.first_scheduled_time_s is None:
             request.first_scheduled_time_s = time.monotonic()
-        self.manager.assign_row(request)
+        request.awaited = None
         request.status = RequestStatus.RUNNING
+        self._num_held += request.num_computed_tokens
         bisect.insort(self.running, request, key=self._rank)
+
+    def _fork_followers(self, batch: ScheduledBatch, leader: Request) -> None:
+        """When leader's first token is sampled in this step, so are its followers', from the same logits.
+
+        Those for whom there is no room compute the prompt later, or find it in the prefix cache.
+        """
+        index = leader.batch_index
+        row = batch.rows[index] if 0 <= index < len(batch.rows) else None
+        if row is None or row.request is not leader or not row.is_sampled:
+            return
+        promised = self._num_promised_blocks()
+        for request in leader.followers:
+            is_waiting = request.status is RequestStatus.WAITING
+            has_row = len(self.running) < self.config.max_num_seqs
+            if is_waiting and has_row and self.manager.pool.num_free > len(self.running) + promised:
+                self._fork(batch, request, row, index)
+        self._dismiss_followers(leader)
+
+    def _fork(self, batch: ScheduledBatch, request: Request, row: ScheduledRow, index: int) -> None:
+        self.waiting.remove(request)
+        self.manager.fork(request, row.request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+        self._run(request)
+        request.batch_index = len(batch.rows)
+        request.num_tokens += 1
+        fork = (request, request.num_computed_tokens, 0, True, -1, index)
+        batch.rows.append(ScheduledRow(*fork))
+
+    def _dismiss_followers(self, leader: Request) -> None:
+        """They are requests like any other from now on."""
+        if self._leaders.pop(leader, leader) is None:
+            for request in leader.followers:
+                request.leader = None
+            leader.followers = []
 
     def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
         start, rows = request.num_computed_tokens, batch.rows
@@ -206,7 +292,9 @@ class Scheduler:
         is_sampled = end == request.num_tokens
         request.batch_index = len(rows)
         request.num_tokens += is_sampled
-        rows.append(_new_tuple(ScheduledRow, (request, start, num_tokens, is_sampled, previous_index)))
+        rows.append(_new_tuple(ScheduledRow, (request, start, num_tokens, is_sampled, previous_index, -1)))
+        if end >= request.next_block_end:
+            self.manager.cache_blocks(request)
 
     def _preempt(self, request: Request) -> None:
         self._remove(request)

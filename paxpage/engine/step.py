@@ -21,6 +21,7 @@ from paxpage.models.registry import Params, merge
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
+COPIES_PER_CALL = 16  # block copies of one call; a step with more makes several
 MAX_KEPT_ROWS = 64  # steps of more rows keep the device busy for longer than the host needs to patch their graph
 
 
@@ -187,6 +188,21 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
 def compile_traced(traced: jax.stages.Traced) -> jax.stages.Compiled:
     """Compiles what trace_forward gives."""
     return traced.lower().compile(compiler_options=COMPILER_OPTIONS)
+
+
+def copy_blocks(cache: KVCache, pairs: Int[Array, "2 num_copies"]) -> KVCache:
+    """Copies blocks pairs[0] onto blocks pairs[1] in all layers; every source is read before any target is written.
+
+    Targets are distinct, but for the null block's.
+    """
+    sources, targets = pairs
+    return KVCache(*(array.at[:, targets].set(array[:, sources]) for array in cache))
+
+
+def compile_copy(cache: KVCache) -> jax.stages.Compiled:
+    """Compiles copy_blocks for COPIES_PER_CALL copies; cache is abstract, and donated."""
+    pairs = jax.ShapeDtypeStruct((2, COPIES_PER_CALL), jnp.int32)
+    return jax.jit(copy_blocks, donate_argnums=0).lower(cache, pairs).compile(compiler_options=COMPILER_OPTIONS)
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:

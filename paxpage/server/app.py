@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paxpage.server.chat import create_chat_completion
 from paxpage.server.completions import create_completion
+from paxpage.server.debug import explain_cache
 from paxpage.server.errors import ApiError, error_response
 from paxpage.server.generation import ServerContext
 from paxpage.server.http import JSON_TYPE, ClientLeftError
@@ -36,6 +37,7 @@ def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI
         "/v1/chat/completions": ("POST", functools.partial(create_chat_completion, context)),
         "/v1/models": ("GET", functools.partial(list_models, context)),
         "/v1/models/{model_name:path}": ("GET", functools.partial(get_model, context)),
+        "/debug/explain_cache": ("POST", functools.partial(explain_cache, context)),
         "/health": ("GET", functools.partial(get_health, context)),
         "/version": ("GET", get_version),
         "/metrics": ("GET", functools.partial(get_metrics, context)),

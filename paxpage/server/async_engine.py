@@ -44,7 +44,15 @@ class StepEngine(Protocol):
     prepare may be called from any thread. Everything else is called from one thread only.
     """
 
-    def prepare(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> Prepared:
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Prepared:
         """Checks and tokenises a request."""
 
     def submit(self, prepared: Any) -> None:
@@ -61,6 +69,9 @@ class StepEngine(Protocol):
 
     def stats(self) -> Any:
         """Counts of what runs and waits."""
+
+    def explain_cache(self, prepared: Any) -> list[Any]:
+        """A report for each full block of a prompt."""
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -93,7 +104,14 @@ class Stop(NamedTuple):
     """Command: end the thread."""
 
 
-Command = Submit | Abort | Stop
+class Call(NamedTuple):
+    """Command: run this with the engine, between two steps."""
+
+    work: Callable[[Any], Any]
+    result: concurrent.futures.Future[Any]
+
+
+Command = Submit | Abort | Call | Stop
 
 
 class OutputStream:
@@ -214,6 +232,14 @@ class EngineThread:
             self._submit(command)
         elif isinstance(command, Abort):
             self._hand_over(self._engine.abort(command.request_ids))
+        elif isinstance(command, Call):
+            self._call(command)
+
+    def _call(self, command: Call) -> None:
+        try:
+            command.result.set_result(command.work(self._engine))
+        except Exception as error:  # whoever asked is told
+            command.result.set_exception(error)
 
     def _submit(self, command: Submit) -> None:
         request_id = command.prepared.request_id
@@ -261,6 +287,13 @@ class AsyncEngine:
     async def prepare[ResultT](self, work: Callable[[], ResultT]) -> ResultT:
         """Runs work (checking and tokenising) on a worker thread."""
         return await self._loop.run_in_executor(self._workers, work)
+
+    async def call[ResultT](self, work: Callable[[Any], ResultT]) -> ResultT:
+        """Runs work with the engine on its thread, between two steps; to be short. ApiError 503 as for open()."""
+        self._require_alive()
+        result: concurrent.futures.Future[ResultT] = concurrent.futures.Future()
+        self._thread.send(Call(work, result))
+        return await asyncio.wrap_future(result)
 
     def open(self, prepared: Sequence[Prepared], arrival_time_s: float) -> OutputStream:
         """Hands prepared requests to the engine; the stream must be closed when its reader is done or gone.

@@ -65,7 +65,8 @@ def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_
         continue_final_message=bool(request.continue_final_message),
         chat_template=context.chat_template,
     )
-    return [context.engine.prepare(answer_id, token_ids, params, priority=request.priority or 0)]
+    prepare = functools.partial(context.engine.prepare, priority=request.priority or 0, cache_salt=request.cache_salt)
+    return [prepare(answer_id, token_ids, params)]
 
 
 def whole_chat(

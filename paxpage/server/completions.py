@@ -53,7 +53,7 @@ def prepare_completion(context: ServerContext, request: CompletionRequest, answe
     params = request.sampling_params(context.defaults)
     priority = request.priority or 0
     return [
-        context.engine.prepare(f"{answer_id}-{place}", prompt, params, priority=priority)
+        context.engine.prepare(f"{answer_id}-{place}", prompt, params, priority=priority, cache_salt=request.cache_salt)
         for place, prompt in enumerate(request.prompt)
     ]
 

@@ -20,6 +20,7 @@ SAMPLING_FIELDS = (
     *("min_tokens", "include_stop_str_in_output", "skip_special_tokens"),
 )
 MAX_REQUEST_ID_LENGTH = 128
+MAX_CACHE_SALT_LENGTH = 256
 
 Prompts = list[str] | list[list[int]]
 Messages = list[dict[str, str]]
@@ -120,6 +121,7 @@ class GenerationRequest(BaseModel):
     priority: int | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_LENGTH)] | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)] | None = None
 
     presence_penalty: Annotated[Any, only(0)] = None
     frequency_penalty: Annotated[Any, only(0)] = None
@@ -131,7 +133,6 @@ class GenerationRequest(BaseModel):
     structured_outputs: Annotated[Any, only()] = None
     response_format: Annotated[Any, only({"type": "text"})] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
-    cache_salt: Annotated[Any, only()] = None
     echo: Annotated[Any, only(False)] = None
     best_of: int | None = None
     use_beam_search: Annotated[Any, only(False)] = None

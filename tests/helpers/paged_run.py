@@ -109,7 +109,7 @@ class PagedRun:
         num_rows, blocks_per_row = self._max_num_seqs, -(-MAX_MODEL_LEN // BLOCK_SIZE)
         sizes = ((num_rows, num_rows), (max(budget, num_rows + 1), num_rows))
         shapes = [batches.StepShape(*size, blocks_per_row) for size in sizes]
-        shape = choose_shape(shapes, batch.num_tokens, len(batch.rows))
+        shape = choose_shape(shapes, batch)
         recorded, cache = self._forward(self._params, cache, batches.pack(batch, shape, manager), shape=shape)
         return [np.asarray(array.astype(jnp.float32)) for array in recorded], cache
 

@@ -12,6 +12,7 @@ from paxpage.config import SchedulerConfig
 from paxpage.engine.batch import StepInputs, StepShape, pack, unpack
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.prefix_cache import PrefixCache
 from paxpage.engine.request import Request, RequestStatus
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     max_num_batched_tokens: int = 64
     max_model_len: int = 0
     policy: str = "fcfs"
+    has_prefix_cache: bool = False
 
 
 def make_scheduler(sizes: Sizes | None = None) -> Scheduler:
@@ -47,7 +49,8 @@ def make_scheduler(sizes: Sizes | None = None) -> Scheduler:
     max_model_len = sizes.max_model_len or sizes.num_usable * sizes.block_size
     limits = SchedulerConfig(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_model_len, sizes.policy)
     pool = BlockPool(sizes.num_usable + 1)
-    return Scheduler(limits, KVCacheManager(pool, sizes.block_size, sizes.max_num_seqs, max_model_len))
+    cache = PrefixCache(sizes.num_usable) if sizes.has_prefix_cache else None
+    return Scheduler(limits, KVCacheManager(pool, sizes.block_size, sizes.max_num_seqs, max_model_len, cache))
 
 
 def make_request(
@@ -94,19 +97,24 @@ class FakeModel:
 
     def run(self, batch: ScheduledBatch, sampled: Sequence[int] | None = None) -> list[int]:
         """One step: writes the batch's tokens, then gives one token for each row (or those that the test says)."""
+        blocks = self.slots.reshape(-1, self.manager.block_size)
+        for copies in [np.array(batch.copies)] if batch.copies else []:
+            blocks[copies[:, 1]] = blocks[copies[:, 0]]
         inputs = self.inputs(batch)
         is_known = inputs.token_ids >= 0
         unknown = self.sampled[-1 - inputs.token_ids[~is_known]]
         self.slots[inputs.slot_mapping[is_known]] = inputs.token_ids[is_known]
         self.slots[inputs.slot_mapping[~is_known]] = unknown
-        tokens = [next_token(self.sequence(inputs, index)) for index in range(len(batch.rows))]
-        self.sampled = np.array(tokens if sampled is None else sampled, np.int32)
+        if sampled is None:
+            readers = [index if row.fork_index < 0 else row.fork_index for index, row in enumerate(batch.rows)]
+            sampled = [next_token(self.sequence(inputs, index)) for index in readers]
+        self.sampled = np.array(sampled, np.int32)
         return self.sampled.tolist()
 
     def inputs(self, batch: ScheduledBatch) -> StepInputs:
         """The batch packed into a shape with some padding of both kinds; a decode shape if it has one token a row."""
         num_rows, blocks_per_row = len(batch.rows) + 1, self.manager.block_tables.shape[1]
-        num_tokens = num_rows if batch.num_tokens == len(batch.rows) else max(batch.num_tokens, num_rows) + 2
+        num_tokens = num_rows if batch.is_decode else max(batch.num_tokens, num_rows) + 2
         shape = StepShape(num_tokens, num_rows, blocks_per_row)
         return unpack(pack(batch, shape, self.manager), shape)
 
@@ -141,9 +149,12 @@ def drain(scheduler: Scheduler, model: FakeModel, *, is_async: bool = False, max
 
 
 def assert_idle(scheduler: Scheduler) -> None:
-    """Nobody is left and everything has come back."""
-    manager = scheduler.manager
+    """Nobody is left and everything has come back; what is cached may still be found."""
+    manager, cache = scheduler.manager, scheduler.manager.prefix_cache
     manager.pool.check()
+    if cache is not None:
+        cache.check()
+    assert not (manager._coming or manager._copies or any(manager._is_borrowed) or scheduler._leaders)
     assert not scheduler.has_unfinished_requests()
     assert manager.pool.num_free == manager.pool.num_usable
     assert scheduler.usage() == (0, 0)
