@@ -1,11 +1,12 @@
 """Offline throughput and latency on this machine's GPU, with random weights and prompts of token ids.
 
-    python scripts/bench_offline.py llama8b llama1b [--tests 124] [--out FILE]
+    python scripts/bench_offline.py llama8b llama1b [--tests 1234] [--out FILE]
 
 Prints one JSON line a result. Greedy, ends of sequence ignored, every figure the median of several repetitions.
 
 1: 512 requests at once with ShareGPT-like lengths (scripts/workloads.py), output tokens a second.
 2: one request, 128 tokens in, 256 out: ms a decode step, and the time to the first token.
+3: 64 requests with 4000 tokens in common and 32 of their own, 128 out, nothing cached before: output tokens a second.
 4: 64 requests of 1024 tokens in, 128 out: ms a decode step of 64 rows, and prefill tokens a second.
 """
 
@@ -94,7 +95,8 @@ class Bench:
         return self.rng.integers(FIRST_TOKEN_ID, min(self.vocab_size, END_TOKEN_ID), num_tokens).tolist()
 
     def seconds(self, prompts: list[list[int]], num_outputs: list[int]) -> float:
-        """Time of one submission of everything; checks that each request gave its number of tokens."""
+        """Time of one submission of everything, with nothing cached; checks that each gave its number of tokens."""
+        self.llm.reset_prefix_cache()
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in num_outputs]
         started_s = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -143,6 +145,21 @@ class Bench:
         step_ms = round(1e3 * (whole_s - first_s) / 255, 4)
         self.emit("2_single_latency", {"secs": times, "first_token_s": firsts, "ms_per_decode_step": step_ms})
 
+    def test_3(self) -> None:
+        """A shared prefix."""
+
+        def make() -> tuple[list[list[int]], list[int]]:
+            shared = self.prompt(4000)
+            return [shared + self.prompt(32) for _ in range(64)], [128] * 64
+
+        before = self.llm.engine.stats()
+        median_s, times = self.median(make, self.args.reps)
+        after = self.llm.engine.stats()
+        num_hits = after.num_prefix_hits - before.num_prefix_hits
+        share = num_hits / (after.num_prefix_queries - before.num_prefix_queries)
+        result = {"secs": times, "out_tok_s": round(64 * 128 / median_s, 1), "cached_percent": round(100 * share, 2)}
+        self.emit("3_shared_prefix", result)
+
     def test_4(self) -> None:
         """A batch of 64."""
         first_s, firsts = self.median(lambda: ([self.prompt(1024) for _ in range(64)], [1] * 64), self.args.reps)
@@ -157,7 +174,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=list(CONFIGS))
-    parser.add_argument("--tests", default="241")
+    parser.add_argument("--tests", default="2431")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--reps1", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -169,7 +186,7 @@ def main() -> None:
         bench = Bench(name, args)
         bench.warm_up()
         for test in args.tests:
-            {"1": bench.test_1, "2": bench.test_2, "4": bench.test_4}[test]()
+            {"1": bench.test_1, "2": bench.test_2, "3": bench.test_3, "4": bench.test_4}[test]()
         bench.llm.close()
 
 

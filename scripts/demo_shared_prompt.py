@@ -116,7 +116,8 @@ class Demo:
         self.num_prompt_holders = max(self.num_prompt_holders, len(holders))
         places = zip(*(block_ids[: self.num_prompt_blocks] for block_ids in holders), strict=True)
         self.num_prompt_copies = max([self.num_prompt_copies, *(len(set(place)) for place in places)])
-        self.released = {name: self.tables.get(name, []) for name in finished}
+        held = {block_id for block_ids in tables.values() for block_id in block_ids}
+        self.released = {name: [b for b in self.tables.get(name, []) if b not in held] for name in finished}
         self.tables = tables
         events = [f"{r.admitted} got {len(r.block_ids)} blocks of {r.finished}" for r in reuses]
         self.print_line(events + [f"{name} finished" for name in finished])
