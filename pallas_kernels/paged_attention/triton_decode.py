@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
 from pallas_kernels.paged_attention.triton_common import (
+    MASKED,
     NUM_INPUTS,
     Ref,
     Refs,
@@ -116,15 +117,15 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
 
 
 def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry, interpret: bool) -> Queries:
-    """Joins the splits of each row by their maxima (log-sum-exp).
+    """Joins the splits of each query by their maxima (log-sum-exp).
 
-    Grid (num_rows * num_kv_heads): a program joins the splits of one row's queries for one key head.
+    Grid (num_rows * num_kv_heads, pairs): a program joins the splits of one (query, head of the group) pair.
     """
     num_splits, num_rows = parts.maximum.shape[:2]
     call = functools.partial(
         pl.pallas_call,
         functools.partial(_merge_program, geometry=geometry, num_splits=num_splits, has_starts=out is not None),
-        grid=(num_rows * geometry.num_kv_heads,),
+        grid=(num_rows * geometry.num_kv_heads, geometry.group * (1 if out is None else decode_queries(geometry))),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_attention_merge",
@@ -138,22 +139,31 @@ def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry,
 def _merge_program(*refs: Ref, geometry: Geometry, num_splits: int, has_starts: bool) -> None:
     inputs, parts, out_ref = Refs(*refs[:NUM_INPUTS]), refs[NUM_INPUTS : NUM_INPUTS + 3], refs[-1]
     row, head = pl.program_id(0) // geometry.num_kv_heads, pl.program_id(0) % geometry.num_kv_heads
+    pair = pl.program_id(1)
     first, num_queries = _queries_of(inputs, row, geometry) if has_starts else (row, jnp.int32(1))
-    tile = _decode_tile(inputs, row, head, (first, num_queries), geometry)
-    _store_output(out_ref, tile, num_queries, geometry, _merged(parts, tile, geometry, num_splits))
-
-
-def _merged(part_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, num_splits: int) -> Softmax:
-    """All splits' softmax as one. Unrolled, so that their loads do not wait for one another."""
-    maximum_ref, total_ref, values_ref = part_refs
-    pairs = jnp.arange(tile_rows_of(geometry), dtype=jnp.int32)
+    query = pair // geometry.group
+    values = _merged(parts, (row, head, pair), geometry, num_splits)
     dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
-    maxima = [plt.load(maximum_ref.at[split, tile.row, tile.head, pairs]) for split in range(num_splits)]
-    maximum = functools.reduce(jnp.maximum, maxima)
-    merged = empty_softmax(tile_rows_of(geometry), geometry.padded_dim)
-    for split in range(num_splits):
-        weight = jnp.exp2(maxima[split] - maximum)
-        total = plt.load(total_ref.at[split, tile.row, tile.head, pairs])
-        values = plt.load(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]])
-        merged = Softmax(maximum, merged.total + total * weight, merged.values + values * weight[:, None])
-    return merged
+    is_real = (dims < geometry.head_dim) & (query < num_queries)
+    # A query that does not exist names a token past the end, so that the interpreter sees no two writes to one place.
+    token = jnp.where(query < num_queries, first + query, out_ref.shape[0])
+    index = (token, head * geometry.group + pair % geometry.group, dims)
+    plt.store(out_ref.at[index], values.astype(out_ref.dtype), mask=is_real)
+
+
+def _merged(
+    part_refs: tuple[Ref, ...], place: tuple[Array, Array, Array], geometry: Geometry, num_splits: int
+) -> Float[Array, " padded_dim"]:
+    """The output of the (row, key head, pair) at place: all splits' values by their weights; zero if there are none."""
+    maximum_ref, total_ref, values_ref = part_refs
+    splits = jnp.arange(next_power_of_2(num_splits), dtype=jnp.int32)
+    dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
+    is_split = splits < num_splits
+    maxima = plt.load(maximum_ref.at[(splits, *place)], mask=is_split, other=MASKED)
+    totals = plt.load(total_ref.at[(splits, *place)], mask=is_split, other=0)
+    index = (splits[:, None], *place, dims[None, :])
+    mask = jnp.broadcast_to(is_split[:, None], (splits.size, dims.size))
+    values = plt.load(values_ref.at[index], mask=mask, other=0)
+    weights = jnp.exp2(maxima - jnp.max(maxima))
+    total = jnp.sum(totals * weights)
+    return jnp.sum(values * weights[:, None], axis=0) / jnp.where(total == 0, 1, total)
