@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
-MAX_CANDIDATES = 32  # newest blocks with the same parent and first token that a beginning is compared with
+MAX_CANDIDATES = 8  # newest blocks with the same parent and first token that a beginning is compared with
 
 
 class CachedBlock(NamedTuple):
