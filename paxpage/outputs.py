@@ -15,6 +15,9 @@ class Logprob(NamedTuple):
 TokenLogprobs = dict[int, Logprob]  # token id -> its log-probability; the chosen token comes first
 
 
+PromptLogprobs = list[TokenLogprobs | None]  # one entry per prompt token; None for the first, which nothing precedes
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One sample of one request, so far or whole."""
@@ -50,7 +53,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

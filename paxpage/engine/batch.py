@@ -83,6 +83,9 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
         _place_forks(inputs, batch.rows)
     inputs.positions[:num_tokens] = positions
     inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, rows, positions, manager.block_size)
+    if batch.has_scored:
+        num_readonly = np.array([request.num_readonly_tokens for request in requests])[rows]
+        inputs.slot_mapping[:num_tokens][positions < num_readonly] = NULL_BLOCK * manager.block_size
     return packed
 
 
@@ -137,6 +140,35 @@ def _token_ids(rows: list[ScheduledRow]) -> list[int]:
         else:
             token_ids += request.token_ids[start : start + num_tokens]
     return token_ids
+
+
+class ScoredChunk(NamedTuple):
+    """Some tokens of a batch whose successors in the prompt are known."""
+
+    request: Request
+    start: int  # position in the prompt of the first of them
+    first: int  # the same in the batch
+    targets: list[int]  # the token after each
+
+
+def scored_chunks(rows: list[ScheduledRow], size: int) -> list[ScoredChunk]:
+    """The tokens of a batch whose logits give log-probabilities of prompt tokens, at most size at a time."""
+    chunks, first = [], 0
+    for request, start, num_tokens, _, _, _ in rows:
+        end = min(start + num_tokens, request.num_prompt_tokens - 1) if request.is_scored else start
+        for begin in range(start, end, size):
+            targets = request.token_ids[begin + 1 : min(begin + size, end) + 1]
+            chunks.append(ScoredChunk(request, begin, first + begin - start, targets))
+        first += num_tokens
+    return chunks
+
+
+def pack_scored(chunk: ScoredChunk, size: int) -> np.ndarray:
+    """int32 [1 + size]: where the chunk's first token is in the batch, then its targets, padded with zeros."""
+    packed = np.zeros(1 + size, np.int32)
+    packed[0] = chunk.first
+    packed[1 : 1 + len(chunk.targets)] = chunk.targets
+    return packed
 
 
 class SamplingInputs(NamedTuple):

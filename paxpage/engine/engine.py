@@ -18,13 +18,21 @@ from paxpage.engine.batch import MAX_SUPPRESSED
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
-from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner
+from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
 from paxpage.engine.prefix_cache import PrefixCache, block_digests, root_digest
 from paxpage.engine.request import FinishReason, PromptDigests, Request, RequestStatus
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
 from paxpage.models.generation import GenerationDefaults
-from paxpage.outputs import CompletionDelta, CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from paxpage.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from paxpage.prompts import encode_text
 
 logger = logging.getLogger(__name__)
@@ -110,6 +118,8 @@ class Group:
         self.prepared = prepared
         self.samples: list[Sample] = []
         self.num_unfinished = prepared.params.n
+        is_scored = prepared.params.prompt_logprobs is not None
+        self.prompt_logprobs: PromptLogprobs | None = [None] * len(prepared.prompt_token_ids) if is_scored else None
 
     def output(self, now_s: float) -> RequestOutput:
         """Everything so far."""
@@ -134,6 +144,7 @@ class Group:
             is_finished,
             metrics,
             num_cached_tokens,
+            self.prompt_logprobs,
         )
 
 
@@ -322,7 +333,9 @@ class Engine:
 
     def _check_params(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs
-        require((params.logprobs or 0) <= most, "logprobs", params.logprobs, f"at most max_logprobs ({most})")
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, field)
+            require((value or 0) <= most, field, value, f"at most max_logprobs ({most})")
         for token_id in params.stop_token_ids or ():
             allowed = f"ids below the vocabulary size ({self.vocab_size})"
             require(token_id < self.vocab_size, "stop_token_ids", token_id, allowed)
@@ -346,7 +359,6 @@ class Engine:
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
             eos_token_ids=frozenset(self.generation.eos_token_ids),
             priority=prepared.priority,
-            arrival_time_s=prepared.arrival_time_s,
             digests=prepared.digests,
         )
         return Sample(index, request, group, self._make_detokenizer(prepared))
@@ -391,6 +403,8 @@ class Engine:
         self.idle_meter.saw(launched.is_running())
         tokens = self.runner.fetch(launched)
         self._is_recovering = False
+        for scored in tokens.scored:
+            self._take_scores(scored)
         updated = self.scheduler.update(batch, tokens.token_ids)
         deltas = [self._deliver(request, tokens, index) for index, request in updated]
         return [delta for delta in deltas if delta is not None]
@@ -432,17 +446,33 @@ class Engine:
             self.scheduler.finish(request, FinishReason.STOP)
         return piece
 
+    def _take_scores(self, scored: Scored) -> None:
+        """Log-probabilities of some of a prompt's tokens; those of an aborted request are of no use."""
+        chunk = scored.chunk
+        sample = self._samples.get(chunk.request.request_id)
+        num_top = chunk.request.params.prompt_logprobs
+        entries = sample.group.prompt_logprobs if sample is not None else None
+        if entries is None or num_top is None:
+            return
+        for index, token_id in enumerate(chunk.targets):
+            entries[chunk.start + 1 + index] = self._entries(token_id, scored.values, index, num_top)
+        if None not in entries[1:]:
+            self.scheduler.end_scoring(chunk.request)
+
     def _token_logprobs(self, request: Request, tokens: HostTokens, index: int) -> TokenLogprobs:
-        assert tokens.logprobs is not None and tokens.ranks is not None
-        assert tokens.top_token_ids is not None and tokens.top_logprobs is not None
-        num_top = request.params.logprobs
-        top_ids = tokens.top_token_ids[index, :num_top].tolist()
-        ids = [request.token_ids[-1], *top_ids]
-        values = [float(tokens.logprobs[index]), *tokens.top_logprobs[index, :num_top].tolist()]
-        ranks = [int(tokens.ranks[index]), *range(1, len(top_ids) + 1)]
+        values = (tokens.logprobs, tokens.ranks, tokens.top_token_ids, tokens.top_logprobs)
+        return self._entries(request.token_ids[-1], values, index, request.params.logprobs or 0)
+
+    def _entries(self, token_id: int, arrays: Any, index: int, num_top: int) -> TokenLogprobs:
+        """Row index of (logprobs, ranks, top_token_ids, top_logprobs) as the user sees it."""
+        logprobs, token_ranks, top_token_ids, top_logprobs = arrays
+        top_ids = top_token_ids[index, :num_top].tolist()
+        ids = [token_id, *top_ids]
+        values = [float(logprobs[index]), *top_logprobs[index, :num_top].tolist()]
+        ranks = [int(token_ranks[index]), *range(1, len(top_ids) + 1)]
         entries: TokenLogprobs = {}
-        for token_id, value, rank in zip(ids, values, ranks, strict=True):
-            entries.setdefault(token_id, Logprob(value, rank, self._token_text(token_id)))
+        for each_id, value, rank in zip(ids, values, ranks, strict=True):
+            entries.setdefault(each_id, Logprob(value, rank, self._token_text(each_id)))
         return entries
 
     def _token_text(self, token_id: int) -> str | None:

@@ -126,7 +126,9 @@ class KVCacheManager:
         self.pool.acquire(prefix.block_ids)
         self._append_blocks(row, prefix.block_ids)
         request.num_computed_tokens = len(prefix.block_ids) * self.block_size
-        if prefix.source != NULL_BLOCK and self._copy_beginning(row, prefix.source, self.num_missing_blocks(request)):
+        if request.is_scored:
+            request.num_readonly_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
+        elif prefix.source != NULL_BLOCK and self._copy_beginning(row, prefix.source, self.num_missing_blocks(request)):
             request.num_computed_tokens = prefix.num_tokens
         if self.prefix_cache is not None:
             self._is_cacheable[row] = True

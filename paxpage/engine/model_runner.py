@@ -50,6 +50,13 @@ def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch) -> 
 COPY = "copy"  # where ModelRunner keeps the compiled step.copy_blocks
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of a prompt's tokens: fields as in HostTokens, a row for each of chunk.targets."""
+
+    chunk: batches.ScoredChunk
+    values: Any  # (logprobs, ranks, top_token_ids, top_logprobs), on the device until they are fetched
+
+
 class HostTokens(NamedTuple):
     """sampler.SampledTokens on the host; logprobs, ranks and tops are None when nobody asked for them."""
 
@@ -58,6 +65,7 @@ class HostTokens(NamedTuple):
     ranks: np.ndarray | None
     top_token_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
+    scored: list[Scored]
 
 
 class Launched(NamedTuple):
@@ -65,6 +73,7 @@ class Launched(NamedTuple):
 
     token_ids: jax.Array  # int32 [max_rows]
     details: sampler.SampledTokens | None  # when somebody wants log-probabilities
+    scored: list[Scored]
 
     def is_running(self) -> bool:
         """Whether the device has not finished it yet; does not wait."""
@@ -110,6 +119,12 @@ class ModelRunner:
         self.params, self._leaves = params, jax.tree.leaves(params)
 
     @functools.cached_property
+    def _score_jitted(self) -> Callable[..., Any]:
+        """Compiled when a prompt's log-probabilities are first asked for, once for each mixed shape."""
+        num_top = min(self._max_logprobs, self.vocab_size)
+        return jax.jit(functools.partial(step.score, graphdef=self._graphdef, num_top=num_top))
+
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits."""
         cache = kv_cache.abstract_cache(*self._layout)
@@ -147,13 +162,14 @@ class ModelRunner:
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
         if logits is not None:
             self._logits[shape.num_rows] = output.logits
-        launched = Launched(output.token_ids, None)
+        scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
+        launched = Launched(output.token_ids, None, scored)
         if batches.needs_sampler(batch.rows):
             has_logprobs = batches.needs_logprobs(batch.rows)
             params = batches.pack_sampling(batch.rows, shape.num_rows)
             sampler_key = (shape.num_rows, has_logprobs or False not in self._sampler_variants)
             sampled = self._compiled[sampler_key](output.logits, params)
-            launched = Launched(sampled.token_ids, sampled if has_logprobs else None)
+            launched = Launched(sampled.token_ids, sampled if has_logprobs else None, scored)
         self._previous = launched.token_ids
         for array in launched.details or launched[:1]:
             array.copy_to_host_async()
@@ -163,7 +179,15 @@ class ModelRunner:
         """Waits for a step's tokens. Raises what the step raised."""
         token_ids = np.asarray(launched.token_ids).tolist()
         details = jax.device_get(launched.details) if launched.details else (None,) * 5
-        return HostTokens._make([token_ids, *details[1:]])
+        scored = [part._replace(values=jax.device_get(part.values)) for part in launched.scored]
+        return HostTokens._make([token_ids, *details[1:], scored])
+
+    def _scored_chunks(self, batch: batches.ScheduledBatch) -> list[batches.ScoredChunk]:
+        return batches.scored_chunks(batch.rows, step.SCORED_PER_CALL) if batch.has_scored else []
+
+    def _score(self, chunk: batches.ScoredChunk, hidden: jax.Array | None) -> Scored:
+        assert hidden is not None, "a prompt is scored in mixed steps"
+        return Scored(chunk, self._score_jitted(self.params, hidden, batches.pack_scored(chunk, step.SCORED_PER_CALL)))
 
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""

@@ -51,10 +51,11 @@ class Request:
 
     __slots__ = (
         *("request_id", "token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "eos_token_ids"),
-        *("stop_token_ids", "priority", "arrival_time_s", "first_scheduled_time_s", "sequence_number", "row", "status"),
+        *("stop_token_ids", "priority", "first_scheduled_time_s", "sequence_number", "row", "status"),
         *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
         *("stop_reason", "packed_params", "needs_sampler", "min_tokens", "root_digest", "block_digests"),
         *("num_cached_blocks", "next_block_end", "num_cached_tokens", "awaited", "leader", "followers"),
+        *("is_scored", "num_readonly_tokens"),
     )
 
     def __init__(
@@ -67,7 +68,6 @@ class Request:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
-        arrival_time_s: float = 0.0,
         digests: PromptDigests = NO_DIGESTS,
     ) -> None:
         self.request_id = request_id
@@ -81,7 +81,6 @@ class Request:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.priority = priority
-        self.arrival_time_s = arrival_time_s
         self.first_scheduled_time_s: float | None = None
         self.sequence_number = -1  # order of arrival, set when the scheduler takes it in
         self.row = -1  # its row of the block tables while running
@@ -95,12 +94,19 @@ class Request:
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        # What the KV cache manager knows of it
+        self._set_up_sharing(digests)
+
+    def _set_up_sharing(self, digests: PromptDigests) -> None:
+        """What the KV cache manager and the scheduler keep of it to share its blocks."""
         self.root_digest, self.block_digests = digests.root, list(digests.blocks)
         self.num_cached_blocks = 0  # first blocks that are in the prefix cache
         self.next_block_end = NEVER  # num_computed_tokens from which on there is another block to cache
         self.num_cached_tokens: int | None = None  # not computed when first admitted; None before
         self.awaited: bytes | None = None  # a block that another request is about to compute, and this one waits for
+        # Whether log-probabilities of the prompt are still wanted. All its tokens are then computed, but where the
+        # cache has their keys and values those are read, shared and not written again.
+        self.is_scored = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.num_readonly_tokens = 0
         # Samples of one prompt: the first leads, and the others follow until it has computed the prompt.
         self.leader: Request | None = None
         self.followers: list[Request] = []

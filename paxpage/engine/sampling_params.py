@@ -37,6 +37,7 @@ class SamplingParams:
     max_tokens: new tokens at most; None: all that the context allows.
     min_tokens: before so many, no end-of-sequence or stop token can be sampled and stop strings do not end the text.
     logprobs: None, or how many of the most likely tokens to report besides the chosen one.
+    prompt_logprobs: the same for the prompt's own tokens.
     """
 
     n: int = 1
@@ -52,6 +53,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -83,8 +85,9 @@ class SamplingParams:
                 self.min_tokens,
                 f"at most max_tokens ({self.max_tokens})",
             )
-        if self.logprobs is not None:
-            require_int("logprobs", self.logprobs, 0)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                require_int(field, getattr(self, field), 0)
 
     def _check_stops(self) -> None:
         stops = self.stop_strings
@@ -114,7 +117,7 @@ class SamplingParams:
     def for_child(self, index: int) -> "SamplingParams":
         """The options of sample number index of an n > 1 request."""
         seed = None if self.seed is None else _wrap_int64(self.seed + index)
-        return dataclasses.replace(self, n=1, seed=seed)
+        return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=self.prompt_logprobs if index == 0 else None)
 
 
 def _wrap_int64(value: int) -> int:

@@ -52,11 +52,12 @@ class ScheduledBatch(NamedTuple):
     num_tokens: int = 0  # computed in this step
     copies: Sequence[BlockCopy] = ()  # to be made before anything is computed
     has_forks: bool = False
+    has_scored: bool = False  # some running request's prompt is scored
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row has exactly one token."""
-        return self.num_tokens == len(self.rows) and not self.has_forks
+        """Whether every row has exactly one token, and none needs what only a mixed step gives."""
+        return self.num_tokens == len(self.rows) and not (self.has_forks or self.has_scored)
 
 
 class Scheduler:
@@ -72,6 +73,7 @@ class Scheduler:
         self.num_prefix_queries = 0  # prompt tokens looked up in the prefix cache, and found there
         self.num_prefix_hits = 0
         self._num_held = 0  # tokens of running requests in the cache, shared ones once for each
+        self._scored: set[Request] = set()  # running requests whose prompts' log-probabilities are not all known yet
         self._leaders: dict[Request, None] = {}  # requests whose first token others wait for, to fork from them
         self.num_wasted_rows = 0  # computed for a request that had ended, unknown to the host, one step before
         self._num_arrivals = 0
@@ -112,7 +114,12 @@ class Scheduler:
         for leader in list(self._leaders):
             self._fork_followers(batch, leader)
         has_forks = len(batch.rows) > num_rows
-        return batch._replace(num_tokens=num_tokens, copies=self.manager.take_copies(), has_forks=has_forks)
+        return batch._replace(
+            num_tokens=num_tokens,
+            copies=self.manager.take_copies(),
+            has_forks=has_forks,
+            has_scored=bool(self._scored),
+        )
 
     def usage(self) -> SlotUsage:
         """Slots allocated and slots holding a token, over all requests."""
@@ -137,6 +144,11 @@ class Scheduler:
                     self.finish(request, reason)
                 updated.append((index, request))
         return updated
+
+    def end_scoring(self, request: Request) -> None:
+        """The log-probabilities of the request's whole prompt are known."""
+        request.is_scored = False
+        self._scored.discard(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request, wherever it is; its blocks are free at once. A finished one only gets the new reason."""
@@ -244,6 +256,8 @@ class Scheduler:
             request.first_scheduled_time_s = time.monotonic()
         request.awaited = None
         request.status = RequestStatus.RUNNING
+        if request.is_scored:
+            self._scored.add(request)
         self._num_held += request.num_computed_tokens
         bisect.insort(self.running, request, key=self._rank)
 
@@ -312,6 +326,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._scored.discard(request)
             self._num_held -= request.num_computed_tokens
             self.manager.release(request)
         elif request.status is RequestStatus.WAITING:

@@ -12,7 +12,7 @@ from pallas_kernels import kv_cache_write, paged_attention, rope_kv_cache_write
 from paxpage.config import require
 from paxpage.engine.batch import StepInputs, StepShape, unpack
 from paxpage.engine.kv_cache import KVCache
-from paxpage.engine.sampler import greedy
+from paxpage.engine.sampler import describe, greedy
 from paxpage.models.protocol import Angles
 from paxpage.models.registry import Params, merge
 
@@ -21,6 +21,7 @@ from paxpage.models.registry import Params, merge
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
+SCORED_PER_CALL = 32  # prompt tokens scored at a time: their logits are 16 MiB with a vocabulary of 128,000
 COPIES_PER_CALL = 16  # block copies of one call; a step with more makes several
 MAX_KEPT_ROWS = 64  # steps of more rows keep the device busy for longer than the host needs to patch their graph
 
@@ -30,6 +31,7 @@ class StepOutput(NamedTuple):
 
     token_ids: Int[Array, " max_rows"]  # the most likely token of each row, padded to one length for every shape
     logits: Float[Array, "num_rows vocab_size"]  # float32
+    hidden: Float[Array, "num_tokens hidden_size"] | None  # of a mixed step's tokens, for score()
 
 
 class PagedAttend:
@@ -116,10 +118,27 @@ def forward(
     attend = PagedAttend(cache, inputs, backend)
     model = merge(graphdef, params)
     hidden = model(resolve(inputs.token_ids, previous), inputs.positions, attend)
-    if not shape.is_decode:
-        hidden = hidden[inputs.logits_indices]
-    logits = model.compute_logits(hidden).astype(jnp.float32)
-    return StepOutput(pad_rows(greedy(logits), len(previous)), logits), attend.cache
+    last = hidden if shape.is_decode else hidden[inputs.logits_indices]
+    logits = model.compute_logits(last).astype(jnp.float32)
+    tokens = pad_rows(greedy(logits), len(previous))
+    return StepOutput(tokens, logits, None if shape.is_decode else hidden), attend.cache
+
+
+def score(
+    params: Params,
+    hidden: Float[Array, "num_tokens hidden_size"],
+    packed: Int[Array, " num_ints"],
+    *,
+    graphdef: nnx.GraphDef,
+    num_top: int,
+) -> tuple[Array, ...]:
+    """Log-probabilities of given tokens after each of SCORED_PER_CALL hidden states of a step.
+
+    packed: where the first of them is, then the tokens. Returns what sampler.describe does, a row for each token.
+    """
+    states = hidden.at[packed[0] + jnp.arange(packed.shape[0] - 1)].get(mode="clip")
+    logits = merge(graphdef, params).compute_logits(states).astype(jnp.float32)
+    return describe(logits, packed[1:], num_top)
 
 
 def resolve(token_ids: Int[Array, " num_tokens"], previous: Int[Array, " max_rows"]) -> Int[Array, " num_tokens"]:
