@@ -53,7 +53,7 @@ def decode(
         pairs = (config.num_splits, num_rows, geometry.num_kv_heads, tile_rows_of(geometry))
         shapes = (pairs, pairs, (*pairs, geometry.padded_dim))
         parts = call(out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))(*arrays)
-        return merge(Softmax(*parts), arrays, out, geometry, interpret)
+        return merge(Softmax(*parts), arrays, out, geometry)
     shape = jax.ShapeDtypeStruct((num_tokens, geometry.num_heads, geometry.head_dim), arrays.q.dtype)
     if out is None:
         return call(out_shape=shape)(*arrays)
@@ -116,54 +116,22 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
     plt.store(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]], state.values)
 
 
-def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry, interpret: bool) -> Queries:
-    """Joins the splits of each query by their maxima (log-sum-exp).
-
-    Grid (num_rows * num_kv_heads, pairs): a program joins the splits of one (query, head of the group) pair.
-    """
-    num_splits, num_rows = parts.maximum.shape[:2]
-    call = functools.partial(
-        pl.pallas_call,
-        functools.partial(_merge_program, geometry=geometry, num_splits=num_splits, has_starts=out is not None),
-        grid=(num_rows * geometry.num_kv_heads, geometry.group * (1 if out is None else decode_queries(geometry))),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="paged_attention_merge",
-    )
-    shape = jax.ShapeDtypeStruct((arrays.q.shape[0], geometry.num_heads, geometry.head_dim), arrays.q.dtype)
-    if out is None:
-        return call(out_shape=shape)(*arrays, *parts)
-    return call(out_shape=shape, input_output_aliases={len(arrays) + len(parts): 0})(*arrays, *parts, out)
+def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry) -> Queries:
+    """Joins the splits by their maxima (log-sum-exp) and puts each row's queries where they belong."""
+    maximum = jnp.max(parts.maximum, axis=0)
+    weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
+    total = jnp.sum(parts.total * weights, axis=0)
+    values = jnp.sum(parts.values * weights[..., None], axis=0) / jnp.where(total == 0, 1, total)[..., None]
+    num_queries, group = decode_queries(geometry), geometry.group
+    values = values[:, :, : num_queries * group, : geometry.head_dim]
+    num_rows = values.shape[0]
+    values = values.reshape(num_rows, geometry.num_kv_heads, num_queries, group, -1).transpose(0, 2, 1, 3, 4)
+    values = values.reshape(num_rows, num_queries, geometry.num_heads, -1).astype(arrays.q.dtype)
+    return values[:, 0] if out is None else _scatter(values, arrays.starts, out)
 
 
-def _merge_program(*refs: Ref, geometry: Geometry, num_splits: int, has_starts: bool) -> None:
-    inputs, parts, out_ref = Refs(*refs[:NUM_INPUTS]), refs[NUM_INPUTS : NUM_INPUTS + 3], refs[-1]
-    row, head = pl.program_id(0) // geometry.num_kv_heads, pl.program_id(0) % geometry.num_kv_heads
-    pair = pl.program_id(1)
-    first, num_queries = _queries_of(inputs, row, geometry) if has_starts else (row, jnp.int32(1))
-    query = pair // geometry.group
-    values = _merged(parts, (row, head, pair), geometry, num_splits)
-    dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
-    is_real = (dims < geometry.head_dim) & (query < num_queries)
-    # A query that does not exist names a token past the end, so that the interpreter sees no two writes to one place.
-    token = jnp.where(query < num_queries, first + query, out_ref.shape[0])
-    index = (token, head * geometry.group + pair % geometry.group, dims)
-    plt.store(out_ref.at[index], values.astype(out_ref.dtype), mask=is_real)
-
-
-def _merged(
-    part_refs: tuple[Ref, ...], place: tuple[Array, Array, Array], geometry: Geometry, num_splits: int
-) -> Float[Array, " padded_dim"]:
-    """The output of the (row, key head, pair) at place: all splits' values by their weights; zero if there are none."""
-    maximum_ref, total_ref, values_ref = part_refs
-    splits = jnp.arange(next_power_of_2(num_splits), dtype=jnp.int32)
-    dims = jnp.arange(geometry.padded_dim, dtype=jnp.int32)
-    is_split = splits < num_splits
-    maxima = plt.load(maximum_ref.at[(splits, *place)], mask=is_split, other=MASKED)
-    totals = plt.load(total_ref.at[(splits, *place)], mask=is_split, other=0)
-    index = (splits[:, None], *place, dims[None, :])
-    mask = jnp.broadcast_to(is_split[:, None], (splits.size, dims.size))
-    values = plt.load(values_ref.at[index], mask=mask, other=0)
-    weights = jnp.exp2(maxima - jnp.max(maxima))
-    total = jnp.sum(totals * weights)
-    return jnp.sum(values * weights[:, None], axis=0) / jnp.where(total == 0, 1, total)
+def _scatter(values: Array, starts: Int[Array, " num_rows_plus_1"], out: Queries) -> Queries:
+    query = jnp.arange(values.shape[1])[None, :]
+    first, counts = starts[:-1, None], jnp.diff(starts)[:, None]
+    is_mine = (query < counts) & (counts <= values.shape[1])
+    return out.at[jnp.where(is_mine, first + query, out.shape[0])].set(values, mode="drop")

@@ -5,11 +5,12 @@ import time
 import pytest
 
 from paxpage import LLM
-from tests.helpers.engines import Arrival, assert_idle, greedy_params, serve, tokens, tokens_alone
+from tests.helpers.engines import Arrival, assert_idle, greedy_params, ids, serve, steps_in_flight, tokens
 from tests.helpers.shelf import Limits, Shelf
 
 USABLE_TOKENS = 128
 LIMITS = Limits(max_num_batched_tokens=64, num_blocks=9, max_model_len=None)
+IN_FLIGHT = pytest.mark.parametrize("num_in_flight", [0, 1])
 
 
 @pytest.fixture
@@ -62,18 +63,74 @@ def test_two_that_fit_only_one_at_a_time_both_end(llm: LLM, shelf: Shelf) -> Non
     assert_idle(llm.engine)
 
 
-def test_a_request_is_admitted_after_others_filled_the_pool(llm: LLM, shelf: Shelf) -> None:
-    """Eight finished requests have used every block; with prefix caching these would still hold their keys."""
-    for i in range(8):
-        tokens_alone(llm, [10 * i + j for j in range(16)], greedy_params(1))
-    prompt = list(range(300, 400))
-    shelf.tiny_judge().check(prompt, tokens_alone(llm, prompt, greedy_params(20)))
+FILLERS = [[10 * i + j for j in range(16)] for i in range(8)]
+LONG_PROMPT = list(range(300, 400))
+
+
+def _fill(llm: LLM) -> None:
+    """Eight finished, distinct requests of a block each: every usable block holds keys that may be wanted again."""
+    llm.reset_prefix_cache()
+    for num_before, prompt in enumerate(FILLERS):
+        assert llm.engine.stats().num_blocks_cached == num_before
+        assert len(tokens(llm, [prompt], greedy_params(1))[0]) == 1
+    assert llm.engine.stats().num_blocks_cached == llm.engine.stats().num_blocks_usable == 8
     assert_idle(llm.engine)
 
 
-@pytest.mark.xfail(raises=ValueError, strict=True, reason="issue 4: prefix caching")
-def test_cached_blocks_are_evicted_for_a_new_request(shelf: Shelf) -> None:
-    with LLM(str(shelf.tiny_folder), enable_prefix_caching=True, num_blocks=9, show_progress=False) as llm:
-        for i in range(8):
-            tokens(llm, [[10 * i + j for j in range(16)]], greedy_params(1))
-        assert len(tokens(llm, [list(range(300, 400))], greedy_params(20))[0]) == 20
+@IN_FLIGHT
+def test_cached_blocks_are_evicted_for_a_new_request(llm: LLM, shelf: Shelf, num_in_flight: int) -> None:
+    """F wants all eight blocks, none of them free of cached keys. Afterwards they hold its own: 119 tokens, 7 full."""
+    _fill(llm)
+    with steps_in_flight(llm, num_in_flight):
+        output = serve(llm.engine, {"F": Arrival(LONG_PROMPT, greedy_params(20))})["F"]
+    assert (output.num_cached_tokens, output.metrics.num_preemptions) == (0, 0)
+    assert len(output.outputs[0].token_ids) == 20
+    shelf.tiny_judge().check(LONG_PROMPT, output.outputs[0].token_ids)
+    assert llm.engine.stats().num_blocks_cached == 7
+    assert [report.verdict for prompt in FILLERS for report in llm.explain_cache(ids(prompt))] == ["evicted"] * 8
+    assert_idle(llm.engine)
+
+
+def test_the_least_recently_used_go_first(llm: LLM) -> None:
+    """Two of the eight are used again; a request of three blocks takes the oldest of the others."""
+    _fill(llm)
+    for index in (0, 1):
+        tokens(
+            llm, [[*FILLERS[index], 5]], greedy_params(1)
+        )  # finds the block, and takes the oldest for its last token
+    tokens(llm, [LONG_PROMPT[:40]], greedy_params(1))
+    kept = [index for index, prompt in enumerate(FILLERS) if llm.explain_cache(ids(prompt))[0].verdict == "hit"]
+    assert {0, 1} <= set(kept) and 2 not in kept
+    assert_idle(llm.engine)
+
+
+@IN_FLIGHT
+def test_a_queue_moves_on_over_a_full_cache(llm: LLM, shelf: Shelf, num_in_flight: int) -> None:
+    """Cached blocks count as free in admission too: short requests behind F, and F behind them, all end."""
+    _fill(llm)
+    prompts = [*FILLERS[:4], LONG_PROMPT, *FILLERS[4:], LONG_PROMPT]
+    before, judge = llm.engine.stats().num_preemptions, shelf.tiny_judge()
+    with steps_in_flight(llm, num_in_flight):
+        for prompt, token_ids in zip(prompts, tokens(llm, prompts, greedy_params(20)), strict=True):
+            assert len(token_ids) == 20
+            judge.check(prompt, token_ids)
+    assert llm.engine.stats().num_preemptions - before <= 10
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(100, 200), (127, 2), (112, 16), (113, 15)])
+def test_a_request_of_the_pools_size_ends_when_repeated(
+    llm: LLM, shelf: Shelf, num_prompt: int, max_tokens: int
+) -> None:
+    """C and E again with their own blocks in the cache: sharing and copying need no block more than the pool has."""
+    prompt, judge = list(range(100, 100 + num_prompt)), shelf.tiny_judge()
+    llm.reset_prefix_cache()
+    num_cached = []
+    for _ in range(3):
+        output = serve(llm.engine, {"C": Arrival(prompt, greedy_params(max_tokens))})["C"]
+        assert len(output.outputs[0].token_ids) == min(max_tokens, USABLE_TOKENS - num_prompt)
+        assert output.metrics.num_preemptions == 0
+        judge.check(prompt, output.outputs[0].token_ids)
+        num_cached.append(output.num_cached_tokens)
+        assert_idle(llm.engine)
+    assert num_cached[0] == 0 and all((num_prompt - 1) // 16 * 16 <= n < num_prompt for n in num_cached[1:])

@@ -5,7 +5,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from paxpage import LLM, CompletionOutput, RequestOutput, SamplingParams
+from paxpage.engine.block_pool import NULL_BLOCK
 from paxpage.engine.engine import Engine
 
 
@@ -35,9 +38,23 @@ def tokens(
 
 
 def tokens_alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """REF: the request with nobody else, on an empty cache."""
+    """REF: the request with nobody else, on an empty cache, prefix caching off."""
     assert_idle(llm.engine)
-    return tokens(llm, [prompt], params)[0]
+    with prefix_caching_off(llm):
+        return tokens(llm, [prompt], params)[0]
+
+
+@contextlib.contextmanager
+def prefix_caching_off(llm: LLM) -> Iterator[None]:
+    """Nothing is found and nothing is kept, whatever the idle LLM was built for; its prefix cache is empty then."""
+    manager = llm.engine._manager
+    before = manager.prefix_cache
+    llm.reset_prefix_cache()
+    manager.prefix_cache = None
+    try:
+        yield
+    finally:
+        manager.prefix_cache = before
 
 
 @contextlib.contextmanager
@@ -65,17 +82,33 @@ def steps_in_flight(llm: LLM, num_steps: int) -> Iterator[None]:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nobody waits or runs, every block is free, once, and unreferenced, and no table names one."""
-    manager, scheduler = engine._manager, engine.scheduler
+    """Nobody waits or runs, every block is free, once, and unreferenced, and no table names one.
+
+    Blocks in the prefix cache are among the free ones: they may be found, and may be handed out.
+    """
+    manager, scheduler, cache = engine._manager, engine.scheduler, engine._manager.prefix_cache
     manager.pool.check()
     assert manager.pool.num_free == manager.pool.num_usable
-    assert not (scheduler.waiting or scheduler.running or scheduler.ending)
+    assert not any(manager.pool.ref_count(block_id) for block_id in range(manager.pool.num_blocks))
+    if cache is not None:
+        cache.check()
+        assert len(cache) <= manager.pool.num_usable and NULL_BLOCK not in cache
+    assert not (manager._coming or manager._copies or any(manager._is_borrowed)), "something is still to come"
+    assert not (scheduler.waiting or scheduler.running or scheduler.ending or scheduler._leaders)
     assert not (engine._groups or engine._samples)
     assert not manager.block_tables.any() and not any(manager.num_blocks_of_row)
     usage = scheduler.usage()
     assert (usage.allocated, usage.holding) == (0, 0)
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+
+def cached_contents(engine: Engine) -> dict[bytes, np.ndarray]:
+    """Keys and values of every block in the prefix cache, by digest. For when no step is in flight."""
+    cache, arrays = engine._manager.prefix_cache, engine.runner.cache
+    assert cache is not None and arrays is not None
+    keys, values = (np.array(array, np.float32) for array in arrays)
+    return {b.digest: np.stack([keys[:, block_id], values[:, block_id]]) for block_id, b in cache._blocks.items()}
 
 
 class Arrival(NamedTuple):

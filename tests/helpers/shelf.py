@@ -19,9 +19,11 @@ class Limits(NamedTuple):
     num_blocks: int | None = None
     max_model_len: int | None = 512
     dtype: str = "float32"
+    has_prefix_cache: bool = True
 
 
 ROOMY = Limits()
+UNCACHED = Limits(has_prefix_cache=False)
 SMOL_LIMITS = Limits(max_num_batched_tokens=64, max_model_len=256)
 
 
@@ -88,5 +90,6 @@ def _build(model: str, limits: Limits) -> LLM:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_blocks=limits.num_blocks or num_useful_blocks(limits),
         max_model_len=limits.max_model_len,
+        enable_prefix_caching=limits.has_prefix_cache,
         show_progress=False,
     )

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fixtures import shelf
 from tests.server.process import ServerProcess
 from tests.server.tiny import make_tiny
+
+__all__ = ["shelf"]
 
 # Few shapes to compile; 48 tokens a step is no power of two, and prompts of more come in chunks.
 SMALL = ("--max_num_seqs=4", "--max_num_batched_tokens=48")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env={**os.environ, **(env or {})},
+            process_group=0,  # of its own, to see what it leaves behind
         )
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
@@ -81,9 +83,12 @@ class ServerProcess:
         return Path(self._log.name).read_text(encoding="utf-8")
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 15.0) -> int:
-        """Sends a signal and waits; the exit code."""
+        """Sends a signal and waits until the process has ended, with all that it started; the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(timeout_s)
+        exit_code = self.process.wait(timeout_s)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(self.process.pid, 0)
+        return exit_code
 
     def metrics(self) -> dict[str, float]:
         """Name without prefix -> value, summed over labels; histograms give _sum and _count."""

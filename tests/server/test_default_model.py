@@ -1,19 +1,27 @@
 """The embedded model, as a newcomer meets it."""
 
+import json
+import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from paxpage.models.embedded import default_model_path
+from paxpage.models.loading import load_tokenizer, open_model
+from tests.helpers.oracle import logits_of
+from tests.helpers.shelf import Shelf
 from tests.server.conftest import SMALL
-from tests.server.process import ServerProcess
+from tests.server.process import AbandonedRequest, ServerProcess
 
 PARIS = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
 
 @pytest.fixture(scope="module")
 def smol() -> Iterator[ServerProcess]:
-    with ServerProcess(*SMALL, "--max_model_len=2048") as server:
+    with ServerProcess(*SMALL, "--max_model_len=4096") as server:
         yield server.wait_ready()
 
 
@@ -51,3 +59,64 @@ def test_a_stop_string_over_token_borders(smol: ServerProcess) -> None:
     whole = smol.post("completions", stopped).json()["choices"][0]
     streamed = "".join(chunk["choices"][0]["text"] for chunk in list(smol.stream("completions", stopped))[:-1])
     assert (whole["text"], streamed, whole["finish_reason"]) == (text[:k], text[:k], "stop")
+
+
+# Case 17: values; the rest of the case is in test_requests.py
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(open_model(default_model_path()))
+
+
+def expected_logprobs(shelf: Shelf, prompt_ids: list[int], token_ids: list[int]) -> np.ndarray:
+    """[num_tokens, vocab_size]: transformers' log-softmax, float32, at each of token_ids."""
+    logits = logits_of(shelf.smol_oracle(), prompt_ids + token_ids)[len(prompt_ids) - 1 : -1].astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "temperature": 1.0, "seed": 3}])
+def test_completion_logprobs_are_transformers_own(
+    smol: ServerProcess, shelf: Shelf, tokenizer: Any, fields: dict[str, Any]
+) -> None:
+    choices = smol.complete("Blue kettle, seven doors", max_tokens=6, logprobs=5, **fields)["choices"]
+    assert len(choices) == fields.get("n", 1)
+    for choice in choices:
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]
+        rows = expected_logprobs(shelf, choice["prompt_token_ids"], token_ids)
+        assert len(token_ids) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 6
+        for i, (token_id, row) in enumerate(zip(token_ids, rows, strict=True)):
+            assert logprobs["token_logprobs"][i] == pytest.approx(row[token_id], abs=1e-3)
+            shown = {token_id, *np.argsort(-row)[:5].tolist()}
+            expected = {tokenizer.decode([other]): row[other] for other in shown}
+            assert logprobs["top_logprobs"][i] == pytest.approx(expected, abs=1e-3)
+
+
+def test_chat_logprobs_are_transformers_own(smol: ServerProcess, shelf: Shelf, tokenizer: Any) -> None:
+    body = {"messages": PARIS, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = smol.post("chat/completions", {**body, "logprobs": True, "top_logprobs": 5}).json()
+    token_ids = answer["choices"][0]["token_ids"]
+    content = answer["choices"][0]["logprobs"]["content"]
+    rows = expected_logprobs(shelf, answer["prompt_token_ids"], token_ids)
+    for token_id, row, entry in zip(token_ids, rows, content, strict=True):
+        assert entry["logprob"] == pytest.approx(row[token_id], abs=1e-3)
+        best = np.argsort(-row)[:5]
+        assert [top["token"] for top in entry["top_logprobs"]] == [tokenizer.decode([other]) for other in best]
+        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(row[best], abs=1e-3)
+
+
+# Case 25: clients killed after a second; the rest of the case is in test_clients_leaving.py
+
+
+def test_chats_whose_clients_are_killed(smol: ServerProcess) -> None:
+    body = json.dumps({"messages": PARIS, "max_tokens": 4000, "temperature": 0, "ignore_eos": True}).encode()
+    for _ in range(4):
+        request = AbandonedRequest(smol, "chat/completions", body)
+        time.sleep(1)
+        assert smol.metrics()["num_requests_running"] == 1
+        request.leave()
+        smol.wait_idle(3)
+    num_tokens = smol.metrics()["generation_tokens_total"]
+    smol.check_alive()
+    assert smol.metrics()["generation_tokens_total"] == num_tokens + 5
+    assert smol.log().count("its client left") == 4 and "Traceback" not in smol.log()

@@ -210,6 +210,16 @@ def test_logprob_values_equal_the_references(tiny: ServerProcess, reference: Any
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_logprobs_are_400(tiny: ServerProcess, stream: bool) -> None:
+    for value in (-1, 10000, "2"):
+        response = tiny.post("completions", {"prompt": "x", "logprobs": value, "stream": stream})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+    for fields in ({"top_logprobs": 5}, *({"logprobs": True, "top_logprobs": value} for value in (-1, 10000, "2"))):
+        response = tiny.post("chat/completions", {"messages": HELLO, "stream": stream, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
+
+
 # Case 19: seeds
 
 

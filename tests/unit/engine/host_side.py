@@ -12,8 +12,8 @@ from paxpage.config import SchedulerConfig
 from paxpage.engine.batch import StepInputs, StepShape, pack, unpack
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.kv_cache_manager import KVCacheManager
-from paxpage.engine.prefix_cache import PrefixCache
-from paxpage.engine.request import Request, RequestStatus
+from paxpage.engine.prefix_cache import PrefixCache, root_digest
+from paxpage.engine.request import PromptDigests, Request, RequestStatus
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
 
@@ -60,10 +60,12 @@ def make_request(
     *,
     priority: int = 0,
     params: SamplingParams | None = None,
+    salt: str | None = None,
 ) -> Request:
     """prompt: token ids, or how many (ids 1, 2, 3, ...)."""
     token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
-    return Request(request_id, token_ids, params or SamplingParams(), max_tokens=max_tokens, priority=priority)
+    params, digests = params or SamplingParams(), PromptDigests(root_digest(salt), ())
+    return Request(request_id, token_ids, params, max_tokens=max_tokens, priority=priority, digests=digests)
 
 
 def next_token(sequence: Sequence[int]) -> int:
