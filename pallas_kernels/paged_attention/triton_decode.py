@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
 from pallas_kernels.paged_attention.triton_common import (
