@@ -16,7 +16,7 @@ from paxpage import LLM
 from paxpage.engine.engine import EngineDeadError
 from paxpage.engine.kv_cache import KVCache
 from tests.helpers.engines import assert_idle, complete, greedy_params, steps_in_flight, tokens
-from tests.helpers.shelf import Limits, Shelf
+from tests.helpers.shelf import UNCACHED, Limits, Shelf
 
 PROMPTS = [[60 + (17 * i + 5 * j) % 300 for j in range(length)] for i, length in enumerate((1, 15, 16, 17, 33))]
 PARAMS = greedy_params(20)
@@ -24,7 +24,7 @@ PARAMS = greedy_params(20)
 
 @pytest.fixture
 def llm(shelf: Shelf) -> LLM:
-    return shelf.tiny()
+    return shelf.tiny(UNCACHED)  # the tests change what blocks hold, which a prefix cache would not know
 
 
 @pytest.fixture
