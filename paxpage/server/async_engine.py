@@ -192,7 +192,15 @@ class EngineThread:
             self._metrics.record_failures(self._metrics.unfinished_requests())
             self._on_death(error)
         finally:
+            self._refuse_calls()
             self._engine.close()
+
+    def _refuse_calls(self) -> None:
+        """Nobody is left to answer what was asked."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, Call):
+                command.result.set_exception(ApiError(503, "the engine has ended"))
 
     def _step(self) -> None:
         deltas = self._engine.step()

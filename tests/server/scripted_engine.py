@@ -61,7 +61,15 @@ class ScriptedEngine:
         self._step_s = step_s
         self._fail_at_step = fail_at_step
 
-    def prepare(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> ScriptedPrepared:
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> ScriptedPrepared:
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) <= MAX_PROMPT:
             raise ValueError(f"prompt length is {len(ids)}; allowed: 1 to {MAX_PROMPT}")
@@ -98,6 +106,9 @@ class ScriptedEngine:
     def stats(self) -> ScriptedStats:
         num_running = len(self.requests)
         return ScriptedStats(num_running, 0, num_running / 10, 0, num_running)
+
+    def explain_cache(self, prepared: ScriptedPrepared) -> list[Any]:
+        return []
 
     def close(self) -> None:
         self.is_closed = True

@@ -325,6 +325,22 @@ def test_a_dead_engine_fails_every_request_and_health(stream: bool, caplog: pyte
     assert "the script says so" in caplog.text
 
 
+def test_who_asks_about_the_cache_of_an_engine_that_dies_is_told() -> None:
+    """The question waits for the step that fails; it is answered, not left hanging."""
+
+    async def check() -> None:
+        async with site(ScriptedEngine(fail_at_step=1)) as s:
+            s.engine.hold.clear()
+            answer = asyncio.create_task(s.post({"prompt": "hi", "max_tokens": 9}))
+            await s.wait_until(lambda: s.engine.is_holding)
+            question = asyncio.create_task(s.post({"prompt": "hi"}, "/debug/explain_cache"))
+            await s.wait_until(lambda: s.async_engine._thread.num_pending_commands == 1)
+            s.engine.hold.set()
+            assert [(await answer).status_code, (await question).status_code] == [500, 503]
+
+    run(check())
+
+
 def test_stopping_ends_streams_with_abort_and_refuses_new_requests() -> None:
     async def check() -> None:
         async with site(ScriptedEngine(step_s=0.01)) as s:

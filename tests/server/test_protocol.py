@@ -97,7 +97,6 @@ UNSUPPORTED_VALUES = {
     "response_format": [{"type": "json_object"}],
     "structured_outputs": [{"regex": "a"}],
     "prompt_logprobs": [1],
-    "cache_salt": ["x"],
     "truncate_prompt_tokens": [5],
 }
 
