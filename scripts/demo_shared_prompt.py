@@ -36,12 +36,13 @@ QUESTIONS = (
 
 @dataclasses.dataclass
 class Reuse:
-    """Blocks that went from a finished request to one admitted in the next pass."""
+    """A request let in by the blocks that others had just given back: in the pass before there was no room for it."""
 
     step: int
-    finished: str
+    finished: list[str]
+    num_freed: int  # blocks that nobody held any more when these had finished
     admitted: str
-    block_ids: list[int]
+    num_taken: int  # of its own, at once; the prompt's are shared
 
 
 @dataclasses.dataclass
@@ -119,15 +120,17 @@ class Demo:
         held = {block_id for block_ids in tables.values() for block_id in block_ids}
         self.released = {name: [b for b in self.tables.get(name, []) if b not in held] for name in finished}
         self.tables = tables
-        events = [f"{r.admitted} got {len(r.block_ids)} blocks of {r.finished}" for r in reuses]
+        events = [f"{r.admitted} is let in by {r.num_freed} blocks of {', '.join(r.finished)}" for r in reuses]
         self.print_line(events + [f"{name} finished" for name in finished])
 
     def find_reuses(self, tables: dict[str, list[int]]) -> list[Reuse]:
-        """Requests admitted in this pass that hold blocks of one that ended in the last."""
-        admitted = {name: set(block_ids) for name, block_ids in tables.items() if name not in self.tables}
-        pairs = ((old, blocks, new) for old, blocks in self.released.items() for new in admitted)
-        found = ((old, new, sorted(admitted[new].intersection(blocks))) for old, blocks, new in pairs)
-        return [Reuse(self.num_steps, old, new, block_ids) for old, new, block_ids in found if block_ids]
+        """Requests admitted in this pass, after others had ended in the last."""
+        num_freed = sum(map(len, self.released.values()))
+        if not num_freed:
+            return []
+        held = {block_id for block_ids in self.tables.values() for block_id in block_ids}
+        admitted = [(name, len(set(ids) - held)) for name, ids in tables.items() if name not in self.tables]
+        return [Reuse(self.num_steps, list(self.released), num_freed, name, taken) for name, taken in admitted]
 
     def print_line(self, events: Sequence[str]) -> None:
         """The state after this step."""
@@ -159,8 +162,11 @@ def print_report(report: Report, block_size: int) -> None:
     contiguous = report.contiguous_waste_fraction
     print(f"contiguous reservation of a whole context per request would have wasted {contiguous:.1%}")
     for reuse in report.reuses[:3]:
-        where = f"blocks {reuse.block_ids[0]} .. {reuse.block_ids[-1]} ({len(reuse.block_ids)} of them)"
-        print(f"step {reuse.step}: {where} of {reuse.finished}, which had just finished, serve {reuse.admitted}")
+        who = ", ".join(reuse.finished)
+        print(
+            f"step {reuse.step}: {reuse.num_freed} blocks of {who}, which had just finished, let {reuse.admitted} in, "
+            f"which takes {reuse.num_taken} beside the prompt's"
+        )
     blocks, holders, copies = report.num_prompt_blocks, report.num_prompt_holders, report.num_prompt_copies
     print(
         f"the shared prompt fills {blocks} blocks of {block_size} tokens; {holders} requests held it at once, in "

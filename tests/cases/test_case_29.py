@@ -27,6 +27,7 @@ ENDS = {
 def run_script(folder: Path, ending: str) -> subprocess.CompletedProcess[str]:
     """A script that generates with TINY, then ends as told."""
     limits = {name: value for name, value in ROOMY._asdict().items() if value is not None}
+    limits["enable_prefix_caching"] = limits.pop("has_prefix_cache")
     script = (
         "from paxpage import LLM, SamplingParams\n"
         "PROMPT = {'prompt_token_ids': [5, 6, 7]}\n"
