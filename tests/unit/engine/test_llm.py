@@ -83,6 +83,7 @@ def test_a_stop_string_ends_the_text(text_llm: LLM) -> None:
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     """Though the first takes longest, and the short ones end before it."""
+    llm.reset_prefix_cache()
     params = [greedy_params(40), *[greedy_params(count) for count in (3, 2, 1)]]
     outputs = llm.generate([ids(prompt) for prompt in PROMPTS], params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
@@ -309,9 +310,11 @@ def test_ctrl_c_at_any_moment_leaves_the_llm_usable(llm: LLM, num_in_flight: int
         expected = tokens(llm, PROMPTS, GREEDY)
         num_failed = llm.engine.stats().num_failed_steps
         uninterrupted = InterruptAtCall(-1)
+        llm.reset_prefix_cache()  # as before each of them: what is found there takes fewer calls
         _generate_with(llm, uninterrupted)
         first = 4 * len(PROMPTS)  # past the checks of the prompts
         for call in range(first, uninterrupted.num_calls, uninterrupted.num_calls // 40):
+            llm.reset_prefix_cache()
             with pytest.raises(KeyboardInterrupt):
                 _generate_with(llm, InterruptAtCall(call))
             assert_idle(llm.engine)
