@@ -8,7 +8,7 @@ collision no concern, by accident or on purpose.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
@@ -95,15 +95,11 @@ class PrefixCache:
         for block_id in list(self._blocks):
             self.forget(block_id)
 
-    def find(self, digests: Iterable[bytes]) -> list[int]:
+    def find(self, digests: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known beginning."""
-        found = []
-        for digest in digests:
-            block_id = self._by_digest.get(digest)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+        found = list(map(self._by_digest.get, digests))  # in one go: a long prompt has hundreds
+        num_found = found.index(None) if None in found else len(found)
+        return [block_id for block_id in found[:num_found] if block_id is not None]
 
     def was_evicted(self, digest: bytes) -> bool:
         """Whether a block with this digest was known and has been forgotten, as far as is remembered."""
