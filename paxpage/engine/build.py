@@ -136,7 +136,13 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
     _fit(config, limits, num_blocks)
     layout = kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, dtype)
     return ModelRunner(
-        served.graphdef, served.abstract_params, layout, shapes, platform=_platform(), max_logprobs=config.max_logprobs
+        served.graphdef,
+        served.abstract_params,
+        layout,
+        shapes,
+        platform=_platform(),
+        max_logprobs=config.max_logprobs,
+        vocab_size=served.vocab_size,
     )
 
 

@@ -96,6 +96,7 @@ class ModelRunner:
         *,
         platform: str,
         max_logprobs: int,
+        vocab_size: int | None = None,
     ) -> None:
         """Nothing is on the device before reset(), beside which warm_up() may run; then set_params()."""
         self.shapes = list(shapes)
@@ -110,6 +111,7 @@ class ModelRunner:
         self._abstract_params = abstract_params
         self._layout = layout
         self._max_logprobs = max_logprobs
+        self._known_vocab_size = vocab_size
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._previous: jax.Array | None = None  # the tokens of the last step launched
@@ -126,7 +128,9 @@ class ModelRunner:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Width of the model's logits."""
+        """Width of the model's logits; the model is traced if nobody has said."""
+        if self._known_vocab_size is not None:
+            return self._known_vocab_size
         cache = kv_cache.abstract_cache(*self._layout)
         return step.vocab_size_of(self._graphdef, self._abstract_params, cache, self.shapes[0])
 

@@ -40,6 +40,7 @@ class ServedModel(NamedTuple):
     spec: KVSpec
     dtype: str  # of the keys and values, unless the user chooses another
     max_position_embeddings: int
+    vocab_size: int | None  # None: to be found by tracing the model
     load: Callable[[], Loaded]
 
 
@@ -79,7 +80,8 @@ def _from_config(
         check_params(config, params)
     module = registry.abstract_model(config, dtype)
     graphdef, abstract_params = registry.split(module)
-    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, config.max_position_embeddings, load)
+    sizes = (config.max_position_embeddings, config.vocab_size)
+    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, load)
 
 
 def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
@@ -91,7 +93,7 @@ def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
     loaded = Loaded(params, tokenizer, GenerationDefaults())
     name = type(module).__name__
-    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, lambda: loaded)
+    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, lambda: loaded)
 
 
 def _dtype_of(params: Params) -> str:
