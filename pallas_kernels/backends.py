@@ -4,7 +4,7 @@ import jax
 
 
 def default_backend() -> str:
-    """ "triton" for an NVIDIA GPU, "xla" for anything else.
+    """The backend for the device at hand: "triton" for an NVIDIA GPU, "xla" for anything else.
 
     The device is JAX's default one, or the one that the current abstract mesh names, when compiling for a device that
     is not there.

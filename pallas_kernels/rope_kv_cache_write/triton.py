@@ -9,6 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.config import next_power_of_2
+
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Angles = Float[Array, "num_tokens half"]
 Ref = Any  # a Pallas reference
@@ -82,7 +84,7 @@ def _place(refs: Refs, token: Array, head: Array) -> tuple[Array, ...]:
 
 def _rotate_queries(refs: Refs, token: Array, first: Array, group: int) -> None:
     """The query heads first .. first + group - 1."""
-    heads = jnp.arange(_next_power_of_2(group), dtype=jnp.int32)[:, None]
+    heads = jnp.arange(next_power_of_2(group), dtype=jnp.int32)[:, None]
     pairs, is_pair = _pairs(refs)
     pairs, is_real = pairs[None, :], (heads < group) & is_pair[None, :]
     index = (token, first + jnp.minimum(heads, group - 1))
@@ -108,7 +110,7 @@ def _copy_value(refs: Refs, token: Array, index: Array, place: tuple[Array, ...]
 def _pairs(refs: Refs) -> tuple[Array, Array]:
     """Indices of the pairs of dimensions up to a power of 2, and which are real."""
     half = refs.cos.shape[1]
-    pairs = jnp.arange(_next_power_of_2(half), dtype=jnp.int32)
+    pairs = jnp.arange(next_power_of_2(half), dtype=jnp.int32)
     return pairs, pairs < half
 
 
@@ -126,7 +128,3 @@ def _store_halves(ref: Ref, index: tuple, pairs: Array, is_real: Array, halves: 
 def _rotated(x1: Array, x2: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     x1, x2 = x1.astype(jnp.float32), x2.astype(jnp.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

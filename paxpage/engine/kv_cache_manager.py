@@ -1,9 +1,9 @@
 """From requests to blocks: one row of the block tables per running request, grown on demand, shared where it can be.
 
-Three ways to share a block, none of which copies what is shared: a request's beginning is found in the prefix cache; a
-sample forks from another one of the same prompt; or only the first tokens of a block are wanted, and then the block is
-copied and its tokens are not computed again. A block that others may read is never written: whoever has to write into
-one gets a copy of its own first (copy-on-write).
+Three ways to save computing. The blocks of a request's beginning are found in the prefix cache, and shared. A sample
+forks from another one of the same prompt, and shares its blocks. Or only the first tokens of a block are wanted, and it
+is copied. A block that others may read is never written: whoever has to write into one gets a copy of its own first
+(copy-on-write).
 """
 
 from collections.abc import Iterator
@@ -33,6 +33,15 @@ class Prefix(NamedTuple):
 
 
 NO_PREFIX = Prefix([], 0, NULL_BLOCK, None)
+
+
+class BlockReport(NamedTuple):
+    """What the prefix cache says of one full block of a prompt."""
+
+    place: int  # of the block in the prompt, from 0
+    verdict: str  # hit, differs, evicted, coming (being computed), miss, or off (no prefix cache)
+    block_id: int | None  # the block that is found, or that differs
+    first_difference: int | None  # index in the prompt of the first token that differs
 
 
 class KVCacheManager:
@@ -292,7 +301,7 @@ class KVCacheManager:
     def _blocks_of_row(self, row: int) -> list[int]:
         return self.block_tables[row, : self.num_blocks_of_row[row]].tolist()
 
-    def explain(self, token_ids: list[int], root: bytes) -> Iterator["BlockReport"]:
+    def explain(self, token_ids: list[int], root: bytes) -> Iterator[BlockReport]:
         """For each block of a prompt, whether it would be found now, and if not, why."""
         cache, parent, is_whole = self.prefix_cache, root, True
         digests = list(block_digests(root, token_ids, self.block_size))
@@ -319,12 +328,3 @@ class KVCacheManager:
         if closest is not None and closest.num_tokens < len(own):  # else it is there, but nothing leads to it
             return "differs", closest.block_id, index * self.block_size + closest.num_tokens
         return "miss", None, None
-
-
-class BlockReport(NamedTuple):
-    """What the prefix cache says of one full block of a prompt."""
-
-    place: int  # of the block in the prompt, from 0
-    verdict: str  # hit, differs, evicted, coming (being computed), miss, or off (no prefix cache)
-    block_id: int | None  # the block that is found, or that differs
-    first_difference: int | None  # index in the prompt of the first token that differs

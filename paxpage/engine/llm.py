@@ -146,7 +146,7 @@ class LLM:
         """Why a prompt would, or would not, be found in the prefix cache now: a report for each of its full blocks.
 
         Verdicts: "hit"; "differs" (with the block found and the index of the first token that differs); "evicted" (it
-        was there, and its memory has been used for something else); "miss" (never seen); "off".
+        was there and has been forgotten); "miss" (never seen); "off".
         """
         with self._lock:
             prepared = self.engine.prepare("explain", prompt, SamplingParams(max_tokens=1))

@@ -18,8 +18,8 @@ from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
 from paxpage.models.registry import Params
 
-# Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU a step of 2
-# rows takes as long as one of 4; on a GPU padding rows cost time from some tens of rows on.
+# Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU
+# each costs half a second of a warm start too; on a GPU padding rows cost time from some tens of rows on.
 ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
 TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.

@@ -29,7 +29,6 @@ class Closest(NamedTuple):
 
     block_id: int
     num_tokens: int  # shared
-    token_ids: tuple[int, ...]
 
 
 def root_digest(salt: str | None) -> bytes:
@@ -119,7 +118,7 @@ class PrefixCache:
             num_tokens = num_common(block.token_ids, token_ids)
             is_old = before_step is None or block.step < before_step
             if is_old and (best is None or num_tokens > best.num_tokens):
-                best = Closest(block_id, num_tokens, block.token_ids)
+                best = Closest(block_id, num_tokens)
         return best
 
     def check(self) -> None:

@@ -774,7 +774,7 @@ def shares_beginnings_whatever_came_before(monkeypatch: pytest.MonkeyPatch) -> N
         for block_id, block in self._blocks.items():
             num_tokens = prefix_cache.num_common(block.token_ids, token_ids)
             if num_tokens and block.step < (before_step or 0):
-                return Closest(block_id, num_tokens, block.token_ids)
+                return Closest(block_id, num_tokens)
         return None
 
     monkeypatch.setattr(PrefixCache, "closest", closest)
