@@ -34,28 +34,38 @@ class BlockPool:
         """How many block tables name this block."""
         return self._ref_counts[block_id]
 
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks nobody references."""
+        return [self._ref_counts[block_id] for block_id in block_ids].count(0)
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks off the free list, each with one reference. The caller has checked num_free."""
-        assert num_blocks <= len(self._free), (num_blocks, len(self._free))
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
+        free, ref_counts, block_ids = self._free, self._ref_counts, []
+        assert num_blocks <= len(free), (num_blocks, len(free))
+        for _ in range(num_blocks):
+            block_id, _ = free.popitem(last=False)
+            ref_counts[block_id] = 1
+            block_ids.append(block_id)
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """One reference more to each block, free or not."""
+        ref_counts = self._ref_counts
         for block_id in block_ids:
             assert block_id != NULL_BLOCK
-            if self._ref_counts[block_id] == 0:
+            count = ref_counts[block_id]
+            if count == 0:
                 del self._free[block_id]
-            self._ref_counts[block_id] += 1
+            ref_counts[block_id] = count + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Takes one reference off each block; those nobody references become free, in the order given."""
+        ref_counts = self._ref_counts
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is released but not held"
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
+            count = ref_counts[block_id] - 1
+            assert count >= 0, f"block {block_id} is released but not held"
+            ref_counts[block_id] = count
+            if count == 0:
                 self._free[block_id] = None
 
     def check(self) -> None:

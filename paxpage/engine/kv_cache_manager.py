@@ -123,7 +123,7 @@ class KVCacheManager:
 
     def num_blocks_taken(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that admitting the request with this prefix will use up, now and for its present tokens."""
-        num_revived = sum(self.pool.ref_count(block_id) == 0 for block_id in prefix.block_ids)
+        num_revived = self.pool.count_free(prefix.block_ids)
         return self.num_blocks_for(request.num_tokens) - len(prefix.block_ids) + num_revived
 
     def admit(self, request: Request, prefix: Prefix) -> None:
@@ -220,9 +220,13 @@ class KVCacheManager:
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         held = self.num_blocks_of_row[row]
-        self.block_tables[row, held : held + len(block_ids)] = block_ids
-        self.num_blocks_of_row[row] = held + len(block_ids)
-        self._set_num_slots(row, self.num_blocks_of_row[row] * self.block_size)
+        end = held + len(block_ids)
+        if end == held + 1:
+            self.block_tables[row, held] = block_ids[0]  # a tenth of what an assignment to a slice takes
+        else:
+            self.block_tables[row, held:end] = block_ids
+        self.num_blocks_of_row[row] = end
+        self._set_num_slots(row, end * self.block_size)
 
     def _set_num_slots(self, row: int, num_slots: int) -> None:
         self.num_slots += num_slots - self.num_slots_of_row[row]
@@ -241,20 +245,22 @@ class KVCacheManager:
             request.next_block_end = NEVER
             return
         num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
-        self._extend_digests(request, num_full)
-        for index in range(request.num_cached_blocks, num_full):
-            self._cache_block(request, index)
-        request.num_cached_blocks = num_full
-        request.next_block_end = (num_full + 1) * self.block_size
+        first = request.num_cached_blocks
+        if num_full > first:
+            self._extend_digests(request, num_full)
+            for index, block_id in enumerate(self.block_tables[request.row, first:num_full].tolist(), first):
+                self._cache_block(request, index, block_id)
+            request.num_cached_blocks = num_full
+            request.next_block_end = (num_full + 1) * self.block_size
 
-    def _cache_block(self, request: Request, index: int) -> None:
+    def _cache_block(self, request: Request, index: int, block_id: int) -> None:
         assert self.prefix_cache is not None
-        digest = request.block_digests[index]
-        parent = request.block_digests[index - 1] if index else request.root_digest
-        token_ids = tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        block = CachedBlock(digest, parent, token_ids, self._step)
-        self.prefix_cache.insert(int(self.block_tables[request.row, index]), block)
-        if self._coming.get(digest) is request:
+        digests, size = request.block_digests, self.block_size
+        digest = digests[index]
+        parent = digests[index - 1] if index else request.root_digest
+        token_ids = tuple(request.token_ids[index * size : (index + 1) * size])
+        self.prefix_cache.insert(block_id, CachedBlock(digest, parent, token_ids, self._step))
+        if self._coming and self._coming.get(digest) is request:
             del self._coming[digest]
 
     def _extend_digests(self, request: Request, num_blocks: int) -> None:

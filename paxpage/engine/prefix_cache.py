@@ -6,6 +6,7 @@ collision no concern, by accident or on purpose.
 """
 
 import hashlib
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -68,12 +69,18 @@ class PrefixCache:
     def insert(self, block_id: int, block: CachedBlock) -> None:
         """Makes a full block known; the first with its digest stays the one that is found."""
         assert block_id not in self._blocks, block_id
-        if block.digest in self._by_digest:
+        digest = block.digest
+        if digest in self._by_digest:
             return
         self._blocks[block_id] = block
-        self._by_digest[block.digest] = block_id
-        self._children.setdefault((block.parent, block.token_ids[0]), {})[block_id] = None
-        self._evicted.pop(block.digest, None)
+        self._by_digest[digest] = block_id
+        key = (block.parent, block.token_ids[0])
+        siblings = self._children.get(key)
+        if siblings is None:
+            self._children[key] = {block_id: None}
+        else:
+            siblings[block_id] = None
+        self._evicted.pop(digest, None)
 
     def forget(self, block_id: int) -> None:
         """The block is about to hold something else."""
@@ -96,9 +103,12 @@ class PrefixCache:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known beginning."""
-        found = list(map(self._by_digest.get, digests))  # in one go: a long prompt has hundreds
-        num_found = found.index(None) if None in found else len(found)
-        return [block_id for block_id in found[:num_found] if block_id is not None]
+        found = []
+        for block_id in map(self._by_digest.get, digests):
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def was_evicted(self, digest: bytes) -> bool:
         """Whether a block with this digest was known and has been forgotten, as far as is remembered."""
@@ -111,15 +121,17 @@ class PrefixCache:
         """
         if not token_ids:
             return None
-        best: Closest | None = None
+        most, best_id = 0, None
         candidates = self._children.get((parent, token_ids[0]), {})
-        for block_id, _ in zip(reversed(candidates), range(MAX_CANDIDATES), strict=False):
+        for block_id in itertools.islice(reversed(candidates), MAX_CANDIDATES):
             block = self._blocks[block_id]
-            num_tokens = num_common(block.token_ids, token_ids)
             is_old = before_step is None or block.step < before_step
-            if is_old and (best is None or num_tokens > best.num_tokens):
-                best = Closest(block_id, num_tokens)
-        return best
+            # One that shares more than the best so far has the same token where that one differs.
+            if is_old and most < len(token_ids) and block.token_ids[most] == token_ids[most]:
+                num_tokens = num_common(block.token_ids, token_ids)
+                if num_tokens > most:
+                    most, best_id = num_tokens, block_id
+        return None if best_id is None else Closest(best_id, most)
 
     def check(self) -> None:
         """Asserts that the indices agree; for tests and idle moments."""
@@ -130,5 +142,9 @@ class PrefixCache:
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """How many leading tokens two sequences share."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    num_tokens = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        num_tokens += 1
+    return num_tokens

@@ -297,17 +297,18 @@ class Scheduler:
             leader.followers = []
 
     def _take(self, batch: ScheduledBatch, request: Request, num_tokens: int) -> None:
-        start, rows = request.num_computed_tokens, batch.rows
+        start, rows, num_known = request.num_computed_tokens, batch.rows, len(request.token_ids)
         end = request.num_computed_tokens = start + num_tokens
         previous_index = -1
-        if end > len(request.token_ids):
-            assert num_tokens == 1 and start == len(request.token_ids), request.request_id
+        if end > num_known:
+            assert num_tokens == 1 and start == num_known, request.request_id
             previous_index = request.batch_index
         is_sampled = end == request.num_tokens
         request.batch_index = len(rows)
         request.num_tokens += is_sampled
         rows.append(_new_tuple(ScheduledRow, (request, start, num_tokens, is_sampled, previous_index, -1)))
-        if end >= request.next_block_end:
+        # A block is known by its tokens: the last one of them may still be on its way from the device.
+        if end >= request.next_block_end and num_known >= request.next_block_end:
             self.manager.cache_blocks(request)
 
     def _preempt(self, request: Request) -> None:
