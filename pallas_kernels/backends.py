@@ -1,6 +1,9 @@
-"""Which backend a kernel uses unless it is told."""
+"""What device a kernel is compiled for, and which backend it uses unless it is told."""
 
 import jax
+
+HOPPER_KINDS = ("H100", "H200", "H800", "H20", "GH200")
+HOPPER_CAPABILITY = "9.0"
 
 
 def default_backend() -> str:
@@ -12,3 +15,16 @@ def default_backend() -> str:
     described = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if described is None else described.platform
     return "triton" if platform in ("gpu", "cuda") else "xla"
+
+
+def device_kind() -> str:
+    """That device's name, for example "NVIDIA H200"."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
+def is_hopper() -> bool:
+    """Whether that device is an NVIDIA GPU of compute capability 9.0, for which there are kernels of their own."""
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        return any(kind in device_kind().split() for kind in HOPPER_KINDS)
+    return getattr(jax.devices()[0], "compute_capability", None) == HOPPER_CAPABILITY

@@ -1,25 +1,54 @@
 """paged_attention: the one entry point; backends stand beside it and agree with reference.py."""
 
 import functools
+import logging
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import default_backend
+from pallas_kernels.backends import default_backend, device_kind, is_hopper
 from pallas_kernels.paged_attention import reference, triton, xla
+from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.mosaic_limits import unsupported
+
+logger = logging.getLogger(__name__)
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+
+def _mosaic(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: Int[Array, "num_rows blocks_per_row"],
+    seq_lens: Int[Array, " num_rows"],
+    query_start_loc: Int[Array, " num_rows_plus_1"],
+    *,
+    layer: Int[Array, ""],
+    scale: float,
+    row_order: Int[Array, " num_rows"] | None = None,
+) -> Queries:
+    if not is_hopper():
+        raise ValueError(f"backend is 'mosaic' and the device {device_kind()}; allowed: it runs on Hopper GPUs only")
+    # Imported here: it takes half a second, and most devices have no use for it.
+    from pallas_kernels.paged_attention import mosaic
+
+    rows = (block_tables, seq_lens, query_start_loc)
+    return mosaic.paged_attention(q, k_cache, v_cache, *rows, layer=layer, scale=scale, row_order=row_order)
+
 
 BACKENDS: dict[str, Callable[..., Queries]] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "triton": triton.paged_attention,
+    "mosaic": _mosaic,
     "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+MOSAIC_FROM = 64  # pairs of a row and a key head: with fewer, keys are cut into pieces, which Triton does at less cost
 
 
 def paged_attention(
@@ -32,6 +61,7 @@ def paged_attention(
     *,
     layer: int | Int[Array, ""],
     scale: float | None = None,
+    row_order: Int[Array, " num_rows"] | None = None,
     backend: str | None = None,
 ) -> Queries:
     """softmax(scale q K^T + causal mask) V for every new token of a ragged batch (PagedAttention, SOSP 2023, sec. 4.1).
@@ -48,16 +78,42 @@ def paged_attention(
     num_heads is a multiple of num_kv_heads; query head h reads key head h // (num_heads // num_kv_heads). scale
     defaults to head_dim ** -0.5. Softmax and accumulation are in float32; the output has q's dtype.
 
-    backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
-    unknown backend or a shape that is not supported.
+    row_order: all rows in the order in which they are best begun: longest first, where the lengths differ much. It
+    changes nothing in the output, and not every backend makes use of it.
+
+    backend: one of BACKENDS; None for choose_backend's. ValueError names an unknown backend or a shape that is not
+    supported.
     """
-    name = default_backend() if backend is None else backend
+    is_decode = q.shape[0] == seq_lens.shape[0]
+    name = choose_backend(_geometry(q, k_cache), seq_lens.shape[0], is_decode) if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     _check_shapes(q, k_cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = (block_tables, seq_lens, query_start_loc)
-    return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), scale=scale, backend=name)
+    return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), row_order, scale=scale, backend=name)
+
+
+def choose_backend(geometry: Geometry, num_rows: int, is_decode: bool) -> str:
+    """The fastest backend on the device at hand, as measured (BUILD_NOTES.md, 2026-11-30).
+
+    On a Hopper GPU "mosaic", but for what it does not take and for decode steps of few rows; on any other NVIDIA GPU
+    "triton"; "xla" elsewhere.
+    """
+    name = default_backend()
+    is_small = is_decode and num_rows * geometry.num_kv_heads < MOSAIC_FROM
+    if name != "triton" or not is_hopper() or is_small:
+        return name
+    reason = unsupported(geometry)
+    if reason is None:
+        return "mosaic"
+    logger.info("paged_attention takes backend triton and not mosaic: %s", reason)
+    return name
+
+
+def _geometry(q: Queries, k_cache: Cache) -> Geometry:
+    _, _, num_kv_heads, block_size, head_dim = k_cache.shape
+    return Geometry(q.shape[1], num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))
@@ -69,12 +125,16 @@ def _dispatch(
     seq_lens: Int[Array, " num_rows"],
     query_start_loc: Int[Array, " num_rows_plus_1"],
     layer: Int[Array, ""],
+    row_order: Int[Array, " num_rows"] | None,
     *,
     scale: float,
     backend: str,
 ) -> Queries:
     # Jitted with a traced layer, so that a model of many layers traces and lowers the kernel once.
-    return BACKENDS[backend](q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, layer=layer, scale=scale)
+    rows = (block_tables, seq_lens, query_start_loc)
+    if backend == "mosaic":
+        return _mosaic(q, k_cache, v_cache, *rows, layer=layer, scale=scale, row_order=row_order)
+    return BACKENDS[backend](q, k_cache, v_cache, *rows, layer=layer, scale=scale)
 
 
 def _check_shapes(q: Queries, k_cache: Cache) -> None:

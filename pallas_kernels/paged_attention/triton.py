@@ -8,7 +8,8 @@ keys, gathered through the block table, with the online softmax of FlashAttentio
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.config import Geometry, decode_config, prefill_config
+from pallas_kernels.paged_attention import tuned
+from pallas_kernels.paged_attention.config import DecodeConfig, Geometry, decode_config, prefill_config
 from pallas_kernels.paged_attention.triton_common import Refs
 from pallas_kernels.paged_attention.triton_decode import decode
 from pallas_kernels.paged_attention.triton_prefill import prefill
@@ -34,7 +35,8 @@ def paged_attention(
     num_rows, blocks_per_row = block_tables.shape
     _, _, num_kv_heads, block_size, _ = k_cache.shape
     geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
-    config = decode_config(geometry, num_rows, blocks_per_row * block_size)
+    found = tuned.find("triton_decode", geometry, num_rows)
+    config = DecodeConfig(**found) if found else decode_config(geometry, num_rows, blocks_per_row * block_size)
     is_decode = num_tokens == num_rows
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
     if is_decode:

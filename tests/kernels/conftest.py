@@ -2,7 +2,7 @@
 
 import pytest
 
-GPU_BACKENDS = ("triton",)  # the rest run anywhere, triton_interpret among them
+GPU_BACKENDS = ("triton", "mosaic")  # the rest run anywhere, triton_interpret among them
 TEST_BACKENDS = ("reference", "triton_interpret")  # what others are measured by, or tried out with; never served from
 
 

@@ -1,0 +1,58 @@
+"""paged_attention on Pallas's Mosaic GPU backend: NVIDIA Hopper GPUs.
+
+As on Triton, rows with few queries (decoding) and rows with many (prefill chunks) go to kernels of their own, which
+write into one output.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import tuned
+from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, decode, decode_config
+from pallas_kernels.paged_attention.mosaic_limits import unsupported
+from pallas_kernels.paged_attention.mosaic_prefill import prefill, prefill_config
+from pallas_kernels.paged_attention.triton_common import Refs
+
+Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
+Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+
+def paged_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: Int[Array, "num_rows blocks_per_row"],
+    seq_lens: Int[Array, " num_rows"],
+    query_start_loc: Int[Array, " num_rows_plus_1"],
+    *,
+    layer: Int[Array, ""],
+    scale: float,
+    row_order: Int[Array, " num_rows"] | None = None,
+) -> Queries:
+    """See api.paged_attention. ValueError names what these kernels do not take."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, blocks_per_row = block_tables.shape
+    _, _, num_kv_heads, block_size, _ = k_cache.shape
+    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
+    reason = unsupported(geometry)
+    if reason is not None:
+        raise ValueError(f"backend is 'mosaic': {reason}")
+    found = tuned.find("mosaic_decode", geometry, num_rows)
+    config = MosaicDecodeConfig(**found) if found else decode_config(geometry, num_rows, blocks_per_row * block_size)
+    block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
+    row_order = None if row_order is None else _materialised(row_order)
+    arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
+    if num_tokens == num_rows:
+        return decode(arrays, None, geometry, config, scale, None, row_order)
+    out = decode(arrays, jnp.zeros_like(q), geometry, config, scale, None, row_order)
+    return prefill(arrays, out, geometry, prefill_config(geometry), scale, None)
+
+
+def _materialised(indices: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The same non-negative numbers, in a buffer of their own.
+
+    XLA gives a kernel a slice as a pointer into the whole. Mosaic's kernels refuse one that is not a multiple of 256
+    bytes, and such a call would not be part of a CUDA graph. XLA cannot know that this maximum changes nothing.
+    """
+    return jnp.maximum(indices, 0)

@@ -1,0 +1,656 @@
+"""Prefill on Pallas's Mosaic GPU backend (Hopper): rows of many queries, bound by arithmetic.
+
+The plan of FlashAttention-3 (Shah et al., 2024, sec. 3), over a paged cache. A program has a warpgroup that only
+copies, and two that compute. Those two take turns at the tensor cores, and in each the softmax of one tile of keys
+runs while the values of the tile before are being added.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.config import Geometry, decode_queries
+from pallas_kernels.paged_attention.mosaic_common import LOG2_E, MASKED, Ref, swizzled
+from pallas_kernels.paged_attention.mosaic_limits import unsupported
+from pallas_kernels.paged_attention.triton_common import Refs, cdiv
+
+Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+NUM_CONSUMERS, PRODUCER = 2, 2  # warpgroups 0 and 1 compute, 2 copies
+UNIT = 64  # queries of one head that a consumer holds: the rows of its matrix products
+CHUNK = 8  # copies into swizzled memory begin at a multiple of 8 tokens
+CORNER = 64  # values are cleared in squares that take few registers
+QUERY_STAGES = 2  # tiles of queries in shared memory: one in use, one on its way
+LAYOUT = plgpu.Layout.WGMMA
+PER_QUERY = LAYOUT.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicPrefillConfig:
+    """Tiles of the prefill kernel."""
+
+    tile_keys: int  # a multiple of 64
+    num_stages: int  # tiles of keys, and of values, in flight
+    consumer_registers: int  # of each thread
+    producer_registers: int
+    num_programs: int = 132  # each stays and takes tile after tile: one for each multiprocessor of an H100 or H200
+
+    def __post_init__(self) -> None:
+        assert self.tile_keys % CORNER == 0 and self.tile_keys > 0, self.tile_keys
+        assert self.num_stages >= 2, self.num_stages
+        assert self.num_programs >= 1, self.num_programs
+
+
+def prefill_config(geometry: Geometry) -> MosaicPrefillConfig:
+    """128 keys as measured on an H200; as many stages as shared memory holds, and registers as nothing spills."""
+    if geometry.head_dim > 64:
+        return MosaicPrefillConfig(128, num_stages=2, consumer_registers=232, producer_registers=40)
+    return MosaicPrefillConfig(128, num_stages=4, consumer_registers=216, producer_registers=72)
+
+
+class QueryTiles(NamedTuple):
+    """Consecutive queries of one row that a program takes at a time, those with the most keys first."""
+
+    table: Int[Array, "num_tiles 7"]  # the fields of Tile but the last
+    num_tiles: Int[Array, " 1"]  # that exist; the rest is padding
+
+
+class Plan(NamedTuple):
+    """What is known when the kernel is traced."""
+
+    geometry: Geometry
+    config: MosaicPrefillConfig
+    scale: float
+    is_interpreted: bool
+
+    @property
+    def heads_per_tile(self) -> int:
+        """One for each consumer or, where a group is odd, one that the consumers share."""
+        return NUM_CONSUMERS if self.geometry.group % NUM_CONSUMERS == 0 else 1
+
+    @property
+    def queries_per_tile(self) -> int:
+        """Consecutive queries of a tile."""
+        return UNIT * NUM_CONSUMERS // self.heads_per_tile
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles that the same queries make over all heads."""
+        return self.geometry.num_heads // self.heads_per_tile
+
+    @property
+    def box_keys(self) -> int:
+        """Consecutive keys that one copy loads."""
+        return min(self.geometry.block_size, self.config.tile_keys)
+
+    @property
+    def num_boxes(self) -> int:
+        """Copies that fill a tile of keys."""
+        return self.config.tile_keys // self.box_keys
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays, whole, in device memory."""
+
+    layer: Ref  # int32 [1]
+    block_tables: Ref  # int32 [num_rows, blocks_per_row]
+    seq_lens: Ref  # int32 [num_rows]
+    starts: Ref  # int32 [num_rows + 1]
+    q: Ref  # [num_tokens, num_heads, head_dim]
+    k: Ref  # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
+    v: Ref
+    tiles: Ref  # int32 [num_tiles, 7], QueryTiles
+    num_tiles: Ref  # int32 [1]
+    out: Ref  # as q, written in place
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a program, and its barriers."""
+
+    q: Ref  # [QUERY_STAGES, NUM_CONSUMERS, UNIT, head_dim]
+    k: Ref  # [num_stages, tile_keys, head_dim]
+    v: Ref
+    out: Ref  # a union: [NUM_CONSUMERS, UNIT, head_dim] swizzled, and the same as plain rows
+    weights: Ref  # [NUM_CONSUMERS, UNIT, tile_keys] when interpreted
+    q_full: Ref  # [QUERY_STAGES]
+    q_empty: Ref
+    k_full: Ref  # [num_stages]
+    k_empty: Ref
+    v_full: Ref
+    v_empty: Ref
+    v_loaded: Ref  # values with a tail that the producer has yet to clear
+    turns: Ref  # [NUM_CONSUMERS]
+
+
+class Tile(NamedTuple):
+    """Queries of one row, and the heads, that a program attends to at a time."""
+
+    row: Int[Array, ""]
+    chunk: Int[Array, ""]  # where in q the tile begins, in chunks of 8 tokens
+    first: Int[Array, ""]  # the tile's tokens first .. end - 1 are the row's; others are computed and thrown away
+    end: Int[Array, ""]
+    position: Int[Array, ""]  # in the row's sequence, of the tile's token 0
+    seq_len: Int[Array, ""]
+    num_key_tiles: Int[Array, ""]
+    head: Int[Array, ""]  # the first query head
+
+
+class Visit(NamedTuple):
+    """A tile in the course of a program."""
+
+    tile: Tile
+    number: Int[Array, ""]  # among the program's tiles
+    first: Int[Array, ""]  # tiles of keys that the program saw before this tile's
+
+
+class Softmax(NamedTuple):
+    """Online softmax in base 2. The values of the last tile of keys are yet to be added, by its weights."""
+
+    maximum: Float[Array, "64"]
+    total: Float[Array, "64"]
+    weights: Float[Array, "64 tile_keys"]
+    values: Float[Array, "64 head_dim"] | None  # when interpreted; otherwise the tensor cores' accumulator has them
+
+
+def prefill(
+    arrays: Refs,
+    out: Queries,
+    geometry: Geometry,
+    config: MosaicPrefillConfig,
+    scale: float,
+    interpret: Any,
+    tiles: QueryTiles | None = None,
+) -> Queries:
+    """Attention of the rows that have more queries than the decode kernel takes, written into out in place.
+
+    Grid (num_programs,). A tile is 64 queries of two heads that read the same key head or, where a group is odd, 128
+    queries of one head; a program takes every num_programs-th tile, the heaviest first. Its consumers hold half a
+    tile each, and its producer loads the keys and values that both need, block by block through the block table, from
+    the last that any query sees to the first.
+
+    interpret: None, or plgpu.InterpretGPUParams to run on the CPU. tiles: cut_tiles' answer if the caller has it: it
+    is the same for all layers. ValueError: unsupported(geometry), or a scale that is not positive.
+    """
+    reason = unsupported(geometry)
+    if reason is not None:
+        raise ValueError(reason)
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; allowed: more than 0")
+    num_tokens = arrays.q.shape[0]
+    if num_tokens % CHUNK:
+        arrays, out = arrays._replace(q=_padded(arrays.q)), _padded(out)
+    plan = Plan(geometry, config, scale, bool(interpret))
+    if tiles is None:
+        tiles = cut_tiles(arrays.starts, arrays.seq_lens, arrays.q.shape[0], geometry, config)
+    out_ref = jax.new_ref(out)
+    kernel = plgpu.kernel(
+        functools.partial(_program, plan),
+        scratch_types=_scratch(plan),
+        grid=(min(config.num_programs, tiles.table.shape[0] * plan.head_tiles),),
+        grid_names=("program",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret or None,
+        kernel_name="paged_attention_prefill",
+    )
+    kernel(*arrays, *tiles, out_ref)
+    return out_ref[:num_tokens]
+
+
+def _padded(array: Queries) -> Float[Array, "padded_tokens num_heads head_dim"]:
+    """To a multiple of 8 tokens, which the tiling of shared memory asks of what is copied there."""
+    return jnp.pad(array, ((0, -array.shape[0] % CHUNK), (0, 0), (0, 0)))
+
+
+def cut_tiles(
+    starts: Int[Array, " num_rows_plus_1"],
+    seq_lens: Int[Array, " num_rows"],
+    num_tokens: int,
+    geometry: Geometry,
+    config: MosaicPrefillConfig,
+) -> QueryTiles:
+    """Cuts the rows of more than decode_queries(geometry) queries, at multiples of 8 tokens from the start of q."""
+    queries = Plan(geometry, config, 1.0, False).queries_per_tile
+    num_rows, fewest = seq_lens.shape[0], decode_queries(geometry) + 1
+    bases = starts[:-1] // CHUNK * CHUNK
+    tiles_of_row = jnp.where(jnp.diff(starts) >= fewest, cdiv(starts[1:] - bases, queries), 0)
+    ends = jnp.cumsum(tiles_of_row, dtype=jnp.int32)
+    # A row adds at most 7 tokens in front, and one tile that is not full.
+    most_rows = min(num_rows, num_tokens // fewest)
+    most_tiles = (num_tokens + most_rows * (CHUNK - 1)) // queries + most_rows
+    tiles = jnp.arange(max(most_tiles, 1), dtype=jnp.int32)[::-1]  # later ones have more keys
+    found = jnp.searchsorted(ends, tiles, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(found, num_rows - 1)
+    token = bases[row] + (tiles - ends[row] + tiles_of_row[row]) * queries
+    first = jnp.maximum(starts[row] - token, 0)
+    end = jnp.minimum(starts[row + 1] - token, queries)
+    position = seq_lens[row] - (starts[row + 1] - token)
+    num_key_tiles = jnp.where(found < num_rows, cdiv(position + end, config.tile_keys), 0)
+    order = jnp.argsort(-num_key_tiles, stable=True)  # tiles of a row stay together: they share keys
+    fields = (row, token // CHUNK, first, end, position, seq_lens[row], num_key_tiles)
+    return QueryTiles(jnp.stack(fields, axis=1)[order], ends[-1:])
+
+
+def _scratch(plan: Plan) -> Scratch:
+    geometry, config = plan.geometry, plan.config
+    dtype = jnp.dtype(geometry.dtype)
+    queries = (NUM_CONSUMERS, UNIT, geometry.head_dim)
+    keys = (config.num_stages, config.tile_keys, geometry.head_dim)
+    views = swizzled(queries, dtype), plgpu.SMEM(queries, dtype)
+    per_stage = functools.partial(plgpu.Barrier, num_barriers=config.num_stages)
+    return Scratch(
+        q=swizzled((QUERY_STAGES, *queries), dtype),
+        k=swizzled(keys, dtype),
+        v=swizzled(keys, dtype),
+        # Race detection takes parts of a union for overlapping as a whole, but each consumer keeps to its half of both.
+        out=views if plan.is_interpreted else plgpu.RefUnion(*views),
+        weights=swizzled((NUM_CONSUMERS, UNIT, config.tile_keys), dtype) if plan.is_interpreted else (),
+        q_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
+        q_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
+        k_full=per_stage(num_arrivals=plan.num_boxes),
+        k_empty=per_stage(num_arrivals=NUM_CONSUMERS),
+        v_full=per_stage(num_arrivals=plan.num_boxes),
+        v_empty=per_stage(num_arrivals=NUM_CONSUMERS),
+        v_loaded=plgpu.Barrier(num_arrivals=plan.num_boxes),
+        turns=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
+    )
+
+
+def _program(plan: Plan, *refs: Ref) -> None:
+    """One block of threads: its consumers and its producer."""
+    num_inputs = len(Inputs._fields)
+    inputs, scratch = Inputs(*refs[:num_inputs]), Scratch(*refs[num_inputs:])
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < PRODUCER)
+    def _consume() -> None:
+        plgpu.set_max_registers(plan.config.consumer_registers, action="increase")
+        pl.when(warpgroup == 1)(functools.partial(plgpu.barrier_arrive, scratch.turns.at[0]))
+        _visit_tiles(plan, inputs, functools.partial(_attend, plan, inputs, scratch, warpgroup))
+        _clear_padding(plan, inputs, scratch.out[1].at[warpgroup], warpgroup)
+        plgpu.wait_smem_to_gmem(0)
+        if plan.is_interpreted:  # which insists that each arrival is seen: a last turn is left that nobody takes
+            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_wait, scratch.turns.at[0]))
+
+    @pl.when(warpgroup == PRODUCER)
+    def _produce() -> None:
+        plgpu.set_max_registers(plan.config.producer_registers, action="decrease")
+        _drain(plan, scratch, *_visit_tiles(plan, inputs, functools.partial(_load, plan, inputs, scratch)))
+
+
+def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tuple[Array, Array]:
+    """Calls use for each of the program's tiles. The answer: how many tiles, and how many tiles of keys they had.
+
+    From round to round the programs' order is reversed, so that no program has the heavier tile each time.
+    """
+    num_programs, program = lax.axis_size("program"), lax.axis_index("program")
+    total = inputs.num_tiles[0] * plan.head_tiles
+
+    def place_in(turn: Array) -> Array:
+        return turn * num_programs + jnp.where(turn % 2 == 0, program, num_programs - 1 - program)
+
+    def visit(turn: Array, first: Array) -> Array:
+        tile = _tile(plan, inputs, place_in(turn))
+        use(Visit(tile, turn, first))
+        return first + tile.num_key_tiles
+
+    full_turns = lax.div(total, num_programs)
+    num_turns = full_turns + jnp.where(place_in(full_turns) < total, 1, 0)
+    return num_turns, lax.fori_loop(0, num_turns, visit, jnp.int32(0))
+
+
+def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
+    """Neighbouring places are heads over the same queries."""
+    index, head_tile = lax.div(place, plan.head_tiles), lax.rem(place, plan.head_tiles)
+    fields = (inputs.tiles[index, field] for field in range(len(Tile._fields) - 1))
+    return Tile._make([*fields, head_tile * plan.heads_per_tile])
+
+
+def _head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Array, Array | int]:
+    """A consumer's head, and its first token within the tile."""
+    if plan.heads_per_tile == NUM_CONSUMERS:
+        return tile.head + consumer, 0
+    return tile.head, consumer * UNIT
+
+
+def _part_of(plan: Plan, array: Ref, tile: Tile, consumer: Array | int) -> Ref:
+    """A consumer's part of q or of the output."""
+    head, offset = _head_and_offset(plan, tile, consumer)
+    return array.at[pl.ds((tile.chunk + offset // CHUNK) * CHUNK, UNIT), head]
+
+
+# The producer.
+
+
+def _load(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit) -> None:
+    """Keys tile by tile, the queries behind the first, and one tile behind the keys their values.
+
+    Each as soon as its place is empty: keys are done with before the values of the tile before.
+    """
+    num_tiles = visit.tile.num_key_tiles
+    load_keys = functools.partial(_load_keys, plan, inputs, scratch, visit)
+    load_values = functools.partial(_load_values, plan, inputs, scratch, visit)
+
+    def load(step: Array, _: None) -> None:
+        pl.when(step < num_tiles)(functools.partial(load_keys, step))
+        pl.when(step == 0)(functools.partial(_load_queries, plan, inputs, scratch, visit))
+        pl.when(step > 0)(functools.partial(load_values, step - 1))
+
+    lax.fori_loop(0, num_tiles + 1, load, None)
+
+
+def _load_queries(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit) -> None:
+    stage = lax.rem(visit.number, QUERY_STAGES)
+    pl.when(visit.number >= QUERY_STAGES)(functools.partial(plgpu.barrier_wait, scratch.q_empty.at[stage]))
+    for consumer in range(NUM_CONSUMERS):
+        queries = _part_of(plan, inputs.q, visit.tile, consumer)
+        plgpu.copy_gmem_to_smem(queries, scratch.q.at[stage, consumer], scratch.q_full.at[stage])
+
+
+def _load_keys(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit, step: Array) -> None:
+    boxes = _boxes(plan, inputs, visit.tile, step)
+    stage = _await_place(plan, scratch.k_empty, visit, step)
+    _copy_boxes(plan, inputs.k, boxes, scratch.k.at[stage], scratch.k_full.at[stage])
+
+
+def _load_values(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit, step: Array) -> None:
+    """The consumers see a tile with slots past the row's end only once those are cleared."""
+    boxes = _boxes(plan, inputs, visit.tile, step)
+    stage = _await_place(plan, scratch.v_empty, visit, step)
+    v, v_full = scratch.v.at[stage], scratch.v_full.at[stage]
+    num_valid = visit.tile.seq_len - _first_key(plan, visit.tile, step)
+
+    @pl.when(num_valid >= plan.config.tile_keys)
+    def _whole() -> None:
+        _copy_boxes(plan, inputs.v, boxes, v, v_full)
+
+    @pl.when(num_valid < plan.config.tile_keys)
+    def _tail() -> None:
+        _copy_boxes(plan, inputs.v, boxes, v, scratch.v_loaded)
+        plgpu.barrier_wait(scratch.v_loaded)
+        _clear_tail(plan, v, num_valid)
+        for _ in range(plan.num_boxes):
+            plgpu.barrier_arrive(v_full)
+
+
+def _await_place(plan: Plan, empty: Ref, visit: Visit, step: Array) -> Array:
+    """The stage for tile number `step`, when the consumers have left it."""
+    count = visit.first + step
+    stage = lax.rem(count, plan.config.num_stages)
+    pl.when(count >= plan.config.num_stages)(functools.partial(plgpu.barrier_wait, empty.at[stage]))
+    return stage
+
+
+def _first_key(plan: Plan, tile: Tile, step: Array | int) -> Array:
+    """Of tile number `step`; number 0 is the last of the sequence."""
+    return (tile.num_key_tiles - 1 - step) * plan.config.tile_keys
+
+
+def _boxes(plan: Plan, inputs: Inputs, tile: Tile, step: Array) -> list[tuple[Array, Array, Array, Array]]:
+    return [
+        _box(plan, inputs, tile, _first_key(plan, tile, step) + box * plan.box_keys) for box in range(plan.num_boxes)
+    ]
+
+
+def _box(plan: Plan, inputs: Inputs, tile: Tile, first_key: Array) -> tuple[Array, Array, Array, Array]:
+    """Where some keys are. Past the row's last block, that one again: nobody else's is read."""
+    block_size = plan.geometry.block_size
+    entry = jnp.minimum(lax.div(first_key, block_size), lax.div(tile.seq_len - 1, block_size))
+    block, kv_head = inputs.block_tables[tile.row, entry], lax.div(tile.head, plan.geometry.group)
+    return inputs.layer[0], block, kv_head, lax.rem(first_key, block_size)
+
+
+def _copy_boxes(plan: Plan, source: Ref, boxes: list[tuple], target: Ref, barrier: Ref) -> None:
+    for number, (layer, block, head, offset) in enumerate(boxes):
+        keys = source.at[layer, block, head]
+        if plan.box_keys < plan.geometry.block_size:
+            keys = keys.at[pl.ds(pl.multiple_of(offset, plan.box_keys), plan.box_keys)]
+        plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(number * plan.box_keys, plan.box_keys)], barrier)
+
+
+def _clear_tail(plan: Plan, v: Ref, num_valid: Array) -> None:
+    """Zeroes the values of slots past the row's end: whatever they hold, a weight of zero does not remove NaN."""
+    corners_across = plan.geometry.head_dim // CORNER
+
+    def clear(index: Array, _: None) -> None:
+        row, column = lax.div(index, corners_across) * CORNER, lax.rem(index, corners_across) * CORNER
+        corner = v.at[pl.ds(row, CORNER), pl.ds(column, CORNER)]
+        values = plgpu.load(corner, layout=LAYOUT)
+        is_valid = row + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT) < num_valid
+        corner[...] = jnp.where(is_valid, values, jnp.zeros_like(values))
+
+    lax.fori_loop(0, plan.config.tile_keys // CORNER * corners_across, clear, None)
+    plgpu.commit_smem()
+
+
+def _drain(plan: Plan, scratch: Scratch, num_tiles: Array, num_key_tiles: Array) -> None:
+    """Sees everything emptied that no later load waits for: a barrier must not outlive those who wait on it."""
+
+    def wait_keys(count: Array, _: None) -> None:
+        stage = lax.rem(count, plan.config.num_stages)
+        plgpu.barrier_wait(scratch.k_empty.at[stage])
+        plgpu.barrier_wait(scratch.v_empty.at[stage])
+
+    def wait_queries(index: Array, _: None) -> None:
+        plgpu.barrier_wait(scratch.q_empty.at[lax.rem(index, QUERY_STAGES)])
+
+    lax.fori_loop(jnp.maximum(num_key_tiles - plan.config.num_stages, 0), num_key_tiles, wait_keys, None)
+    lax.fori_loop(jnp.maximum(num_tiles - QUERY_STAGES, 0), num_tiles, wait_queries, None)
+
+
+# The consumers.
+
+
+class Unit(NamedTuple):
+    """What one consumer computes at a time: 64 queries of one head, over all keys that the tile's queries see."""
+
+    plan: Plan
+    scratch: Scratch
+    consumer: Int[Array, ""]
+    visit: Visit
+    position: Int[Array, ""]  # of the first query
+
+    @property
+    def tile(self) -> Tile:
+        """The tile that the queries are half of."""
+        return self.visit.tile
+
+    @property
+    def query_stage(self) -> Array:
+        """Where the queries are."""
+        return lax.rem(self.visit.number, QUERY_STAGES)
+
+    def stage(self, step: Array | int) -> Array:
+        """Where the keys and values of tile number `step` are; number 0 is the last of the sequence."""
+        return lax.rem(self.visit.first + step, self.plan.config.num_stages)
+
+
+def _attend(plan: Plan, inputs: Inputs, scratch: Scratch, consumer: Array, visit: Visit) -> None:
+    position = visit.tile.position + _head_and_offset(plan, visit.tile, consumer)[1]
+    unit = Unit(plan, scratch, consumer, visit, position)
+    plgpu.barrier_wait(scratch.q_full.at[unit.query_stage])
+    accumulator = plgpu.ACC((UNIT, plan.geometry.head_dim), jnp.float32)
+    values, total = pl.run_scoped(functools.partial(_attend_keys, unit), accumulator)
+    values = values * lax.broadcast_in_dim(1.0 / total, values.shape, [0])
+    _store(unit, inputs.out, values.astype(plan.geometry.dtype))
+
+
+def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array]:
+    """The weighted sum of the values and the sum of the weights. Keys that all queries see need no mask."""
+    num_tiles = unit.tile.num_key_tiles
+    num_masked = num_tiles - lax.div(unit.position + 1, unit.plan.config.tile_keys)
+    num_masked = jnp.clip(num_masked, 1, num_tiles)
+    state = _first_step(unit)
+    state = lax.fori_loop(1, num_masked, functools.partial(_step, unit, sums, True), state)
+    state = lax.fori_loop(num_masked, num_tiles, functools.partial(_step, unit, sums, False), state)
+    plgpu.barrier_arrive(unit.scratch.q_empty.at[unit.query_stage])
+    _begin_turn(unit)
+    values = _add_values(unit, sums, state, num_tiles - 1)
+    _end_turn(unit)
+    values = sums[...] if values is None else values
+    plgpu.barrier_arrive(unit.scratch.v_empty.at[unit.stage(num_tiles - 1)])
+    return values, state.total
+
+
+def _first_step(unit: Unit) -> Softmax:
+    """The scores of the last tile of keys, with nothing to overlap them with."""
+
+    def multiply(accumulator: Ref) -> Array:
+        _start_scores(unit, accumulator, 0)
+        _end_turn(unit)
+        return accumulator[...]
+
+    plgpu.barrier_wait(unit.scratch.k_full.at[unit.stage(0)])
+    scores = _mask(unit, 0, _with_accumulator(unit, multiply))
+    plgpu.barrier_arrive(unit.scratch.k_empty.at[unit.stage(0)])
+    _await_keys(unit, jnp.int32(1))
+    zeros = plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), PER_QUERY)
+    values = jnp.zeros((UNIT, unit.plan.geometry.head_dim), jnp.float32) if unit.plan.is_interpreted else None
+    state, _ = _update(unit, Softmax(zeros + MASKED, zeros, scores, values), scores)
+    return state._replace(weights=state.weights.astype(unit.plan.geometry.dtype))
+
+
+def _step(unit: Unit, sums: Ref, is_masked: bool, step: Array, state: Softmax) -> Softmax:
+    """Starts tile number `step`'s scores and the values of the one before; its softmax runs beside the latter."""
+
+    def multiply(accumulator: Ref) -> tuple[Array, Array | None]:
+        _start_scores(unit, accumulator, step)
+        values = _add_values(unit, sums, state, step - 1)
+        _end_turn(unit)
+        return plgpu.wgmma_accumulator_load(accumulator, wait_n=1), values
+
+    scores, values = _with_accumulator(unit, multiply)
+    plgpu.barrier_arrive(unit.scratch.k_empty.at[unit.stage(step)])
+    if is_masked:
+        scores = _mask(unit, step, scores)
+    state, decay = _update(unit, state, scores)
+    # Its loop also keeps the compiler from waiting for the values above the softmax.
+    _await_keys(unit, step + 1)
+    # The new weights may take the old ones' registers only when the values are done.
+    weights, values = lax.optimization_barrier((state.weights, sums[...] if values is None else values))
+    plgpu.barrier_arrive(unit.scratch.v_empty.at[unit.stage(step - 1)])
+    values = values * lax.broadcast_in_dim(decay, values.shape, [0])
+    weights = weights.astype(unit.plan.geometry.dtype)
+    return state._replace(weights=weights, values=_keep_values(unit, sums, values))
+
+
+def _with_accumulator(unit: Unit, multiply: Callable[[Ref], Any]) -> Any:
+    """multiply(an accumulator for scores), begun when it is the consumer's turn."""
+    _begin_turn(unit)
+    return pl.run_scoped(multiply, plgpu.ACC((UNIT, unit.plan.config.tile_keys), jnp.float32))
+
+
+def _await_keys(unit: Unit, step: Array) -> None:
+    k_full = unit.scratch.k_full.at[unit.stage(step)]
+    pl.when(step < unit.tile.num_key_tiles)(functools.partial(plgpu.barrier_wait, k_full))
+
+
+def _begin_turn(unit: Unit) -> None:
+    """Waits until the other consumer's matrix products are under way: then comes its softmax, beside ours."""
+    plgpu.barrier_wait(unit.scratch.turns.at[unit.consumer])
+
+
+def _end_turn(unit: Unit) -> None:
+    plgpu.barrier_arrive(unit.scratch.turns.at[1 - unit.consumer])
+
+
+def _start_scores(unit: Unit, accumulator: Ref, step: Array | int) -> None:
+    """Q K^T."""
+    q = unit.scratch.q.at[unit.query_stage, unit.consumer]
+    plgpu.wgmma(accumulator, q, unit.scratch.k.at[unit.stage(step)].transpose((1, 0)))
+
+
+def _add_values(unit: Unit, sums: Ref, state: Softmax, step: Array | int) -> Array | None:
+    """Starts to add P V to the sums. The interpreter cannot store sums, nor multiply registers: the new sums."""
+    stage, scratch = unit.stage(step), unit.scratch
+    plgpu.barrier_wait(scratch.v_full.at[stage])
+    if state.values is None:
+        plgpu.wgmma(sums, state.weights, scratch.v.at[stage])
+        return None
+    weights = scratch.weights.at[unit.consumer]
+    weights[...] = state.weights
+    plgpu.commit_smem()
+
+    def multiply(accumulator: Ref) -> Array:
+        plgpu.wgmma(accumulator, weights, scratch.v.at[stage])
+        return accumulator[...]
+
+    return state.values + pl.run_scoped(multiply, plgpu.ACC((UNIT, unit.plan.geometry.head_dim), jnp.float32))
+
+
+def _keep_values(unit: Unit, sums: Ref, values: Array) -> Array | None:
+    if unit.plan.is_interpreted:
+        return values
+    sums[...] = values
+    return None
+
+
+def _mask(unit: Unit, step: Array | int, scores: Array) -> Array:
+    """Removes, by selection, the keys that stand after a query."""
+    query, key = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=LAYOUT) for axis in (0, 1))
+    first_key = _first_key(unit.plan, unit.tile, step)
+    # A thread's keys are 8 apart: so written, what is compared differs by constants, which take no registers.
+    limit = unit.position - first_key + query - (key & 7)
+    return jnp.where((key & ~7) <= limit, scores, -jnp.inf)
+
+
+def _update(unit: Unit, state: Softmax, scores: Array) -> tuple[Softmax, Array]:
+    """Takes in a tile's scores. The answer's weights are still float32; decay is what sums so far shrink by."""
+    factor = unit.plan.scale * LOG2_E
+    maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1) * factor)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(maximum, scores.shape, [0]))
+    decay = jnp.exp2(state.maximum - maximum)
+    return state._replace(maximum=maximum, total=state.total * decay + jnp.sum(weights, axis=1), weights=weights), decay
+
+
+def _store(unit: Unit, out: Ref, values: Array) -> None:
+    """All 64 queries in one copy; where some are other rows' tokens, the row's own one by one."""
+    plan, tile = unit.plan, unit.tile
+    tiled, plain = (part.at[unit.consumer] for part in unit.scratch.out)
+    head, offset = _head_and_offset(plan, tile, unit.consumer)
+    first, end = jnp.maximum(tile.first - offset, 0), jnp.minimum(tile.end - offset, UNIT)
+    is_whole = (first == 0) & (end == UNIT)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+
+    @pl.when(is_whole)
+    def _whole() -> None:
+        tiled[...] = values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tiled, _part_of(plan, out, tile, unit.consumer))
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _rows() -> None:
+        plain[...] = values
+        plgpu.commit_smem()
+        token = tile.chunk * CHUNK + offset
+
+        @pl.loop(first, end)
+        def _row(query: Array) -> None:
+            plgpu.copy_smem_to_gmem(plain.at[pl.ds(query, 1)], out.at[pl.ds(token + query, 1), head])
+
+
+def _clear_padding(plan: Plan, inputs: Inputs, rows: Ref, consumer: Array) -> None:
+    """Zeroes the tokens behind the last row's, each consumer of each program its share of them."""
+    num_heads, head_dim = plan.geometry.num_heads, plan.geometry.head_dim
+    heads = max(count for count in range(1, UNIT + 1) if num_heads % count == 0)
+    first = inputs.starts[inputs.starts.shape[0] - 1] + lax.axis_index("program") * NUM_CONSUMERS + consumer
+
+    @pl.when(first < inputs.out.shape[0])
+    def _clear() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        rows[...] = plgpu.layout_cast(jnp.zeros((UNIT, head_dim), rows.dtype), LAYOUT)
+        plgpu.commit_smem()
+
+        @pl.loop(first, inputs.out.shape[0], step=lax.axis_size("program") * NUM_CONSUMERS)
+        def _token(token: Array) -> None:
+            for head in range(0, num_heads, heads):
+                plgpu.copy_smem_to_gmem(rows.at[pl.ds(0, heads)], inputs.out.at[token, pl.ds(head, heads)])

@@ -1,0 +1,182 @@
+"""Finds the fastest tiles of the attention kernels on this machine's GPU and writes them down.
+
+    python scripts/autotune.py [--heads 32x8x128,32x8x64] [--out FILE]
+
+For each head layout and number of rows every candidate is timed as scripts/bench_kernels.py does it, at two lengths of
+context, and the one with the least sum is kept; one that does not compile is passed over. The file, by default
+pallas_kernels/paged_attention/tuned/DEVICE.json, is read by pallas_kernels.paged_attention.tuned; entries of other
+layouts that it had stay.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from pallas_kernels.backends import device_kind, is_hopper
+from pallas_kernels.paged_attention import mosaic_limits, tuned
+from pallas_kernels.paged_attention.config import DecodeConfig, Geometry
+from pallas_kernels.paged_attention.shapes import HeadLayout
+from pallas_kernels.paged_attention.triton_common import Refs
+from scripts.bench_kernels import Problem, lower_loop, make_arrays, seconds_of
+
+FOLDER = pathlib.Path(tuned.__file__).parent / "tuned"
+NUM_ROWS = (1, 4, 16, 32, 64, 128, 256)
+CACHED_TOKENS = 131072  # of a batch at most, so that the longer context of many rows fits a small GPU
+CONTEXTS = (512, 4096)
+NUM_CALLS = 48  # a multiple of bench_kernels.CALLS_PER_TURN
+MAX_SPLITS = 16
+MIN_PROGRAMS, MAX_PROGRAMS = 64, 1024  # with fewer a device of a hundred multiprocessors stands idle
+
+Decode = Callable[
+    [Any, jax.Array], Callable[..., jax.Array]
+]  # (config, row order) -> a function of make_arrays' arrays
+
+
+class Candidates(NamedTuple):
+    """One kernel and the tiles to try."""
+
+    kernel: str
+    decode: Decode
+    configs: list[Any]
+
+
+def triton_candidates(geometry: Geometry) -> Candidates:
+    """Of the Triton decode kernel."""
+    from pallas_kernels.paged_attention import triton_decode
+
+    configs = [
+        DecodeConfig(tile_keys, num_splits, num_warps, num_stages)
+        for tile_keys in (64, 128)
+        for num_splits in (1, 2, 4, 8, MAX_SPLITS)
+        for num_warps, num_stages in ((2, 2), (2, 3), (4, 3))
+    ]
+
+    def decode(config: Any, row_order: jax.Array) -> Callable[..., jax.Array]:
+        return lambda *arrays: triton_decode.decode(refs_of(arrays), None, geometry, config, scale_of(geometry), False)
+
+    return Candidates("triton_decode", decode, configs)
+
+
+def mosaic_candidates(geometry: Geometry) -> Candidates:
+    """Of the Mosaic decode kernel."""
+    from pallas_kernels.paged_attention import mosaic_decode
+
+    configs = [
+        mosaic_decode.MosaicDecodeConfig(tile_keys, num_stages, num_splits)
+        for tile_keys in (64, 128)
+        for num_stages in (2, 3, 4)
+        for num_splits in (1, 2, 4, 8, MAX_SPLITS)
+    ]
+
+    def decode(config: Any, row_order: jax.Array) -> Callable[..., jax.Array]:
+        run = functools.partial(mosaic_decode.decode, out=None, geometry=geometry, config=config, interpret=None)
+        return lambda *arrays: run(refs_of(arrays), scale=scale_of(geometry), row_order=row_order)
+
+    return Candidates("mosaic_decode", decode, configs)
+
+
+def refs_of(arrays: tuple[jax.Array, ...]) -> Refs:
+    """What the kernels take, from make_arrays' arrays."""
+    q, k, v, tables, seq_lens, starts = arrays
+    return Refs(jnp.zeros(1, jnp.int32), tables, seq_lens, starts, q, k, v)
+
+
+def scale_of(geometry: Geometry) -> float:
+    """The usual one."""
+    return geometry.head_dim**-0.5
+
+
+def problems(num_rows: int, layout: HeadLayout) -> list[Problem]:
+    """Decode batches of this many rows: lengths from half of a context up to all of it."""
+    contexts = [context for context in CONTEXTS if num_rows * context <= 2 * CACHED_TOKENS]
+    rng = np.random.default_rng(0)
+    lengths = [rng.integers(context // 2, context + 1, num_rows) for context in contexts]
+    return [Problem(f"{num_rows} rows", lens, np.ones_like(lens), layout) for lens in lengths]
+
+
+def best(candidates: Candidates, num_rows: int, layout: HeadLayout) -> tuple[Any, float] | None:
+    """The fastest configuration and its microseconds a call; None if none compiles."""
+    batches = [make_arrays(problem, jnp.bfloat16) for problem in problems(num_rows, layout)]
+    programs = num_rows * layout.num_kv_heads
+    configs = [c for c in candidates.configs if c.num_splits == 1 or programs * c.num_splits <= MAX_PROGRAMS]
+    configs = [c for c in configs if c.num_splits == MAX_SPLITS or programs * c.num_splits >= MIN_PROGRAMS]
+    jobs = [(config, arrays, lower(candidates, config, arrays)) for config in configs for arrays in batches]
+    with ThreadPoolExecutor() as pool:
+        loops = list(pool.map(compile_or_say, jobs))
+    totals_s = dict.fromkeys(configs, 0.0)
+    for (config, arrays, _), loop in zip(jobs, loops, strict=True):
+        totals_s[config] += math.inf if loop is None else seconds_of(loop, arrays, repetitions=3) / NUM_CALLS
+    config = min(configs, key=lambda config: totals_s[config])
+    return (config, totals_s[config] / len(batches) * 1e6) if totals_s[config] < math.inf else None
+
+
+def lower(candidates: Candidates, config: Any, arrays: tuple[jax.Array, ...]) -> jax.stages.Lowered | None:
+    """The timing loop of a configuration; None, with a line on the screen, if the kernel cannot be made."""
+    try:
+        row_order = jnp.argsort(-arrays[4], stable=True).astype(jnp.int32)
+        return lower_loop(candidates.decode(config, row_order), arrays, NUM_CALLS)
+    except Exception as error:
+        tqdm.write(f"{candidates.kernel} {config}: {str(error).splitlines()[0][:120]}")
+        return None
+
+
+def compile_or_say(job: tuple[Any, Any, jax.stages.Lowered | None]) -> jax.stages.Compiled | None:
+    """Compiles; None, with a line on the screen, if this device has too little shared memory or registers."""
+    config, _, lowered = job
+    try:
+        return None if lowered is None else lowered.compile()
+    except Exception as error:
+        tqdm.write(f"{config}: {str(error).splitlines()[0][:120]}")
+        return None
+
+
+def entries(layouts: list[HeadLayout]) -> Iterator[tuned.Entry]:
+    """All of them, with a progress bar."""
+    work = [(layout, num_rows) for layout in layouts for num_rows in NUM_ROWS]
+    for layout, num_rows in tqdm(work, desc="tuning", unit="shape"):
+        geometry = Geometry(layout.num_heads, layout.num_kv_heads, layout.head_dim, 16, "bfloat16", "bfloat16")
+        kernels = [triton_candidates(geometry)]
+        if is_hopper() and mosaic_limits.unsupported(geometry) is None:
+            kernels.append(mosaic_candidates(geometry))
+        for candidates in kernels:
+            found = best(candidates, num_rows, layout)
+            if found is not None:
+                config, us = found
+                heads = (candidates.kernel, layout.num_heads, layout.num_kv_heads, layout.head_dim, "bfloat16")
+                yield tuned.Entry(*heads, num_rows, dataclasses.asdict(config), round(us, 1))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="32x8x128,32x8x64", help="query heads x key heads x head size, ...")
+    parser.add_argument("--out", help="the file to write")
+    args = parser.parse_args()
+    kind = device_kind()
+    path = pathlib.Path(args.out) if args.out else FOLDER / tuned.file_name(kind)
+    layouts = [HeadLayout(*map(int, heads.split("x"))) for heads in args.heads.split(",")]
+    started_s = time.perf_counter()
+    found = list(entries(layouts))
+    kept = [entry for entry in tuned.read(path) if HeadLayout(*entry[1:4]) not in layouts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tuned.write(path, kind, f"{datetime.date.today()}, jax {jax.__version__}", kept + found)
+    print(f"{len(found)} entries in {time.perf_counter() - started_s:.0f} s: {path}")
+
+
+if __name__ == "__main__":
+    main()
