@@ -45,7 +45,7 @@ def paged_attention(
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
     if num_tokens == num_rows:
         return decode(arrays, None, geometry, config, scale, None, row_order)
-    out = decode(arrays, jnp.zeros_like(q), geometry, config, scale, None, row_order)
+    out = decode(arrays, None, geometry, config, scale, None, row_order)  # its other tokens are the next one's to write
     return prefill(arrays, out, geometry, prefill_config(geometry), scale, None)
 
 

@@ -1,7 +1,7 @@
 """Which blocks hold which tokens, so that equal beginnings are computed once (PagedAttention, SOSP 2023, sec. 4.4).
 
 A full block is known by the digest of (its parent's digest, its token ids), the first one's parent being a digest of
-the request's cache_salt: equal digests mean equal salts and equal tokens from the first on. 256 bits of BLAKE2b make a
+the request's cache_salt: equal digests mean equal salts and equal tokens from the first on. 256 bits of SHA-256 make a
 collision no concern, by accident or on purpose.
 """
 
@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-DIGEST_BYTES = 32
 MAX_CANDIDATES = 8  # newest blocks with the same parent and first token that a beginning is compared with
 
 
@@ -35,7 +34,7 @@ class Closest(NamedTuple):
 def root_digest(salt: str | None) -> bytes:
     """The parent of first blocks. Requests with different salts share nothing."""
     key = b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(key, digest_size=DIGEST_BYTES).digest()
+    return hashlib.sha256(key).digest()
 
 
 def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
@@ -43,7 +42,7 @@ def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> I
     data = array("I", token_ids).tobytes()
     num_bytes = block_size * array("I").itemsize
     for start in range(0, len(data) - num_bytes + 1, num_bytes):
-        parent = hashlib.blake2b(parent + data[start : start + num_bytes], digest_size=DIGEST_BYTES).digest()
+        parent = hashlib.sha256(parent + data[start : start + num_bytes]).digest()
         yield parent
 
 
