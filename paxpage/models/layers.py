@@ -15,9 +15,20 @@ from paxpage.models.protocol import Angles
 
 def matmul(x: Float[Array, "... in_features"], weight: Float[Array, "out_features in_features"]) -> Array:
     """x @ weight.T; float32 operands are multiplied in full precision (a GPU's default would be TF32)."""
+    if x.shape[:-1] == (1,) and weight.dtype == jnp.bfloat16:
+        return jax.lax.platform_dependent(x, weight, cpu=_one_row_product, default=_product)
+    return _product(x, weight)
+
+
+def _product(x: Array, weight: Array) -> Array:
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weight, contract_last, precision=precision)
+
+
+def _one_row_product(x: Array, weight: Array) -> Array:
+    # With one row XLA's CPU compiler first converts all of a bfloat16 weight to float32, at every step.
+    return _product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
 class Linear(nnx.Module):
