@@ -72,11 +72,14 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     policy: str = "fcfs"
+    num_tokens_beside_decodes: int | None = None  # of a step in which most requests decode; None: the maximum
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
         require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         require_int("max_model_len", self.max_model_len, 1)
+        if self.num_tokens_beside_decodes is not None:
+            require_int("num_tokens_beside_decodes", self.num_tokens_beside_decodes, 1)
         require(self.policy in ("fcfs", "priority"), "scheduling_policy", self.policy, "fcfs, priority")
         is_enough = self.max_num_batched_tokens >= self.max_num_seqs
         allowed = f"at least max_num_seqs ({self.max_num_seqs}), so that every running request can decode in one step"

@@ -1,6 +1,6 @@
 """Offline throughput and latency on this machine's GPU, with random weights and prompts of token ids.
 
-    python scripts/bench_offline.py llama8b llama1b [--tests 1234] [--out FILE]
+    python scripts/bench_offline.py llama8b llama1b [--tests 123456] [--out FILE]
 
 Prints one JSON line a result. Greedy, ends of sequence ignored, every figure the median of several repetitions.
 
@@ -8,6 +8,9 @@ Prints one JSON line a result. Greedy, ends of sequence ignored, every figure th
 2: one request, 128 tokens in, 256 out: ms a decode step, and the time to the first token.
 3: 64 requests with 4000 tokens in common and 32 of their own, 128 out, nothing cached before: output tokens a second.
 4: 64 requests of 1024 tokens in, 128 out: ms a decode step of 64 rows, and prefill tokens a second.
+5: 256 of test 1's requests that arrive one by one (Poisson), at each of --rates a second: time to the first token, time
+   between tokens (50th and 99th percentile), mean of a request's whole time divided by its number of tokens.
+6: 256 requests of 448 tokens in, 128 out: ms a decode step of 256 rows at 512 tokens of context.
 """
 
 import argparse
@@ -29,7 +32,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 import jax
 
 from paxpage import LLM, SamplingParams
-from scripts.workloads import END_TOKEN_ID, FIRST_TOKEN_ID, requests
+from paxpage.engine.engine import Engine
+from paxpage.outputs import CompletionDelta
+from scripts.workloads import END_TOKEN_ID, FIRST_TOKEN_ID, WorkloadRequest, requests
 
 SEED = 0
 LLAMA3 = {
@@ -169,6 +174,75 @@ class Bench:
         result = {"secs": times, "prefill_s": firsts, "ms_per_decode_step": step_ms, "prefill_tok_s": prefill}
         self.emit("4_batch_decode", result)
 
+    def test_5(self) -> None:
+        """Arrivals one by one."""
+        work = requests(512, SEED, self.vocab_size)[:256]
+        for rate in map(float, self.args.rates.split(",")):
+            self.llm.reset_prefix_cache()
+            due_s = np.cumsum(np.random.default_rng([SEED, 5]).exponential(1 / rate, len(work)))
+            result = Arrivals(self.llm.engine, work, due_s.tolist()).run()
+            self.emit("5_poisson_arrivals", {"rate_req_s": rate, "n": len(work)} | result)
+
+    def test_6(self) -> None:
+        """A batch of 256."""
+        first_s, _ = self.median(lambda: ([self.prompt(448) for _ in range(256)], [1] * 256), self.args.reps)
+        whole_s, times = self.median(lambda: ([self.prompt(448) for _ in range(256)], [128] * 256), self.args.reps)
+        step_ms = round(1e3 * (whole_s - first_s) / 127, 4)
+        self.emit("6_large_batch_decode", {"secs": times, "ms_per_decode_step": step_ms})
+
+
+class Arrivals:
+    """Requests submitted to a running engine when they are due, and when each one's tokens came."""
+
+    def __init__(self, engine: Engine, work: list[WorkloadRequest], due_s: list[float]) -> None:
+        self.engine = engine
+        self.work = work
+        self.due_s = due_s
+        self.first_s: dict[int, float] = {}  # from when it was due
+        self.last_s: dict[int, float] = {}
+        self.gaps_s: list[float] = []
+        self.normalised_s: list[float] = []
+
+    def run(self) -> dict[str, float]:
+        """Drives the engine until all have finished; milliseconds."""
+        num_submitted, start_s = 0, time.perf_counter()
+        while num_submitted < len(self.work) or self.engine.has_unfinished_requests():
+            now_s = time.perf_counter() - start_s
+            while num_submitted < len(self.work) and self.due_s[num_submitted] <= now_s:
+                request = self.work[num_submitted]
+                params = SamplingParams(
+                    temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True, detokenize=False
+                )
+                self.engine.add_request(str(num_submitted), request.prompt_token_ids, params)
+                num_submitted += 1
+            if self.engine.has_unfinished_requests():
+                deltas = self.engine.step()
+                self._take_in(deltas, time.perf_counter() - start_s)
+            else:
+                time.sleep(max(0.0, min(0.001, self.due_s[num_submitted] - now_s)))
+        return self._summary(time.perf_counter() - start_s)
+
+    def _take_in(self, deltas: list[CompletionDelta], now_s: float) -> None:
+        for delta in deltas:
+            index = int(delta.request_id)
+            if index in self.last_s:
+                self.gaps_s.append(now_s - self.last_s[index])
+            else:
+                self.first_s[index] = now_s - self.due_s[index]
+            self.last_s[index] = now_s
+            if delta.finish_reason is not None:
+                self.normalised_s.append((now_s - self.due_s[index]) / self.work[index].num_output_tokens)
+
+    def _summary(self, elapsed_s: float) -> dict[str, float]:
+        num_tokens = sum(request.num_output_tokens for request in self.work)
+        assert len(self.gaps_s) + len(self.first_s) == num_tokens, "a request gave another number of tokens"
+        firsts_s = list(self.first_s.values())
+        result = {"secs": elapsed_s}
+        for name, values in (("ttft", firsts_s), ("itl", self.gaps_s)):
+            result |= {f"{name}_ms_p{p}": 1e3 * float(np.percentile(values, p)) for p in (50, 99)}
+        result["normalised_latency_ms_mean"] = 1e3 * statistics.mean(self.normalised_s)
+        return {name: round(value, 2) for name, value in result.items()}
+
 
 def main() -> None:
     """Command line."""
@@ -177,6 +251,7 @@ def main() -> None:
     parser.add_argument("--tests", default="2431")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--reps1", type=int, default=3)
+    parser.add_argument("--rates", default="8,16,24", help="test 5: arrivals a second")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--out", help="append the lines to this file")
@@ -186,7 +261,7 @@ def main() -> None:
         bench = Bench(name, args)
         bench.warm_up()
         for test in args.tests:
-            {"1": bench.test_1, "2": bench.test_2, "3": bench.test_3, "4": bench.test_4}[test]()
+            getattr(bench, f"test_{test}")()
         bench.llm.close()
 
 

@@ -35,7 +35,7 @@ class StepShape(NamedTuple):
     @property
     def num_ints(self) -> int:
         """Length of the packed array."""
-        return 3 * self.num_tokens + 3 * self.num_rows + 1 + self.num_rows * self.blocks_per_row
+        return 3 * self.num_tokens + 4 * self.num_rows + 1 + self.num_rows * self.blocks_per_row
 
 
 class StepInputs(NamedTuple):
@@ -47,13 +47,14 @@ class StepInputs(NamedTuple):
     query_start_loc: Any  # [num_rows + 1], row r's tokens are query_start_loc[r] .. query_start_loc[r + 1] - 1
     seq_lens: Any  # [num_rows], tokens in the cache once this step has written its own
     logits_indices: Any  # [num_rows], each row's last token in this step
+    row_order: Any  # [num_rows], the rows, those with the longest sequences first
     block_tables: Any  # [num_rows, blocks_per_row]
 
 
 def unpack(packed: Any, shape: StepShape) -> StepInputs:
     """Slices the packed int32 array (numpy, jax or traced) into its fields."""
     num_tokens, num_rows, _ = shape
-    lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows)
+    lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows, num_rows)
     ends = list(itertools.accumulate(lengths))
     fields = [packed[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     return StepInputs._make([*fields, packed[ends[-1] :].reshape(num_rows, -1)])
@@ -81,6 +82,7 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     inputs.logits_indices[:num_rows] = ends - 1
     if batch.has_forks:
         _place_forks(inputs, batch.rows)
+    inputs.row_order[:] = np.argsort(-inputs.seq_lens, kind="stable")
     inputs.positions[:num_tokens] = positions
     inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, rows, positions, manager.block_size)
     if batch.has_scored:

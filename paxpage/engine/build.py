@@ -20,7 +20,11 @@ from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 8192)}  # platform: (max_num_seqs, max_num_batched_tokens)
+DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
+
+# On an H200 a step of 512 tokens takes less than twice as long as the decode step that it delays, and computes a prompt
+# at nine tenths of the best rate (BUILD_NOTES.md, 2026-11-30).
+TOKENS_BESIDE_DECODES = {"cpu": None, "gpu": 512}
 
 
 def build_engine(
@@ -104,6 +108,7 @@ def _limits(config: EngineConfig, served: ServedModel) -> SchedulerConfig:
         max_num_batched_tokens=config.max_num_batched_tokens or max(num_tokens, max_num_seqs),
         max_model_len=config.max_model_len or longest,
         policy=config.scheduling_policy,
+        num_tokens_beside_decodes=TOKENS_BESIDE_DECODES[_platform()],
     )
 
 
@@ -159,4 +164,4 @@ def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: i
     model = step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
     buffers = [step.logits_buffer_of(num_rows, vocab_size) for num_rows in {s.num_rows for s in shapes}]
     kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
-    return kept_bytes + step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape)))
+    return kept_bytes + step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape), shape.num_tokens))

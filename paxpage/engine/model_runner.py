@@ -12,16 +12,18 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from pallas_kernels.backends import default_backend
+from pallas_kernels.paged_attention.api import choose_backend
+from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
 from paxpage.models.registry import Params
 
 # Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU
-# each costs half a second of a warm start too; on a GPU padding rows cost time from some tens of rows on.
-ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512)}
-TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
+# each costs half a second of a warm start too; on a GPU padding costs time from 128 tokens on (BUILD_NOTES.md,
+# 2026-11-30, has a step's time by number of tokens).
+ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 512)}
+TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 
@@ -102,7 +104,6 @@ class ModelRunner:
         self.shapes = list(shapes)
         self.num_blocks = layout.num_blocks
         self.max_rows = max(shape.num_rows for shape in shapes)
-        self.attention_backend = default_backend()
         self.params: Params = {}
         self._leaves: list[jax.Array] = []  # of the params, as the step functions take them
         self._logits: dict[int, jax.Array] = {}  # the last logits by number of rows; each step writes over them
@@ -127,6 +128,13 @@ class ModelRunner:
         return jax.jit(functools.partial(step.score, graphdef=self._graphdef, num_top=num_top))
 
     @functools.cached_property
+    def attention_backend(self) -> str:
+        """The backend of attention in mixed steps, as far as the cache decides it; a kernel logs where it differs."""
+        spec, dtype = self._layout.spec, self._layout.dtype
+        heads = (spec.num_kv_heads, spec.num_kv_heads, spec.head_dim)
+        return choose_backend(Geometry(*heads, self._layout.block_size, dtype, dtype), self.max_rows, is_decode=False)
+
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits; the model is traced if nobody has said."""
         if self._known_vocab_size is not None:
@@ -137,8 +145,8 @@ class ModelRunner:
     def _compile(self, shape: StepShape) -> jax.stages.Compiled:
         cache = kv_cache.abstract_cache(*self._layout)
         sizes = (self.max_rows, self.vocab_size)
-        model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes, self.attention_backend)
-        return step.compile_traced(step.trace_forward(model, shape))
+        model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes)
+        return step.compile_traced(step.trace_forward(model, shape), shape.num_tokens)
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles every step and every sampler there can be, several at a time."""

@@ -23,6 +23,9 @@ from paxpage.engine.request import FinishReason, Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 
+PATIENCE = 8  # requests that may wait for their next token so that one gets its prompt computed a chunk sooner
+
+
 class SlotUsage(NamedTuple):
     """KV slots at one moment. wasted = allocated - holding."""
 
@@ -77,6 +80,7 @@ class Scheduler:
         self._leaders: dict[Request, None] = {}  # requests whose first token others wait for, to fork from them
         self.num_wasted_rows = 0  # computed for a request that had ended, unknown to the host, one step before
         self._num_arrivals = 0
+        self._num_mid_prompt = 0  # rows of the last step that did not reach their request's last token
 
     def add(self, request: Request) -> None:
         """Puts a new request in the queue. It must fit the pool when alone (see config.max_model_len)."""
@@ -105,10 +109,11 @@ class Scheduler:
         self._release_ending()
         self.manager.next_step()
         batch = ScheduledBatch([], [])
-        budget = self._schedule_running(batch)
+        most_tokens, self._num_mid_prompt = self._most_tokens(), 0
+        budget = self._schedule_running(batch, most_tokens)
         if not batch.preempted:
             budget = self._schedule_waiting(batch, budget)
-        num_tokens = self.config.max_num_batched_tokens - budget
+        num_tokens = most_tokens - budget
         self._num_held += num_tokens
         num_rows = len(batch.rows)
         for leader in list(self._leaders):
@@ -176,9 +181,24 @@ class Scheduler:
             request.status = RequestStatus.ENDING
             self.ending.append(request)
 
-    def _schedule_running(self, batch: ScheduledBatch) -> int:
+    def _most_tokens(self) -> int:
+        """How many tokens the next step may compute.
+
+        A step with many prompt tokens makes every decoding request wait for its next token. So beside those it is kept
+        short, but the more requests have their prompts still before them for each one that is decoding, the longer it
+        may be: throughput is then to more requests' good.
+        """
+        most, short = self.config.max_num_batched_tokens, self.config.num_tokens_beside_decodes
+        num_before = len(self.waiting) + self._num_mid_prompt
+        num_decoding = len(self.running) - self._num_mid_prompt
+        if short is None or num_before == 0 or num_decoding <= 0:
+            return most
+        short = max(short, len(self.running) + (short + 1) // 2)
+        return min(most, short * (1 + PATIENCE * num_before // num_decoding))
+
+    def _schedule_running(self, batch: ScheduledBatch, budget: int) -> int:
         """Rows for running requests, oldest first; returns what is left of the token budget."""
-        budget, running, position = self.config.max_num_batched_tokens, self.running, 0
+        running, position = self.running, 0
         num_slots_of_row = self.manager.num_slots_of_row
         while position < len(running):
             request = running[position]
@@ -306,6 +326,7 @@ class Scheduler:
         is_sampled = end == request.num_tokens
         request.batch_index = len(rows)
         request.num_tokens += is_sampled
+        self._num_mid_prompt += not is_sampled
         rows.append(_new_tuple(ScheduledRow, (request, start, num_tokens, is_sampled, previous_index, -1)))
         # A block is known by its tokens: the last one of them may still be on its way from the device.
         if end >= request.next_block_end and num_known >= request.next_block_end:

@@ -19,6 +19,9 @@ from paxpage.models.registry import Params, merge
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
 # cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
+# axis whose sum is a kernel of its own, are slower than cuBLAS (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a step).
+UNSPLIT_FROM, CUBLAS_FROM = 64, 128
 
 
 SCORED_PER_CALL = 32  # prompt tokens scored at a time: their logits are 16 MiB with a vocabulary of 128,000
@@ -83,7 +86,8 @@ class PagedAttend:
     ) -> Float[Array, "num_tokens num_heads head_dim"]:
         inputs = self._inputs
         rows = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
-        return paged_attention(q, *self.cache, *rows, layer=layer, scale=scale, backend=self._backend)
+        attention = functools.partial(paged_attention, layer=layer, scale=scale, backend=self._backend)
+        return attention(q, *self.cache, *rows, row_order=inputs.row_order)
 
     def _check_layer(self, layer: int) -> None:
         # JAX would drop writes past the last layer, and read the last one, without a word.
@@ -169,7 +173,7 @@ class StepModel(NamedTuple):
     cache: KVCache
     max_rows: int
     vocab_size: int
-    backend: str | None = None
+    backend: str | None = None  # of all kernels; None: each one's default
 
 
 def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
@@ -204,9 +208,19 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
     return output.logits.shape[1]
 
 
-def compile_traced(traced: jax.stages.Traced) -> jax.stages.Compiled:
-    """Compiles what trace_forward gives."""
-    return traced.lower().compile(compiler_options=COMPILER_OPTIONS)
+def compile_traced(traced: jax.stages.Traced, num_tokens: int) -> jax.stages.Compiled:
+    """Compiles what trace_forward gives for a shape of num_tokens tokens."""
+    return traced.lower().compile(compiler_options=compiler_options(num_tokens))
+
+
+def compiler_options(num_tokens: int) -> dict[str, Any]:
+    """What XLA is told about a step of num_tokens tokens."""
+    options: dict[str, Any] = dict(COMPILER_OPTIONS)
+    if num_tokens >= CUBLAS_FROM:
+        options["xla_gpu_enable_triton_gemm"] = False
+    elif num_tokens >= UNSPLIT_FROM:
+        options["xla_gpu_experimental_force_split_k"] = 1
+    return options
 
 
 def copy_blocks(cache: KVCache, pairs: Int[Array, "2 num_copies"]) -> KVCache:

@@ -41,10 +41,10 @@ def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Comp
     model = registry.abstract_model(llama8b(num_layers), "bfloat16")
     graphdef, params = registry.split(model)
     cache = kv_cache.abstract_cache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, "bfloat16")
-    step_model = step.StepModel(graphdef, *place((params, cache)), MAX_ROWS, VOCAB_SIZE, "triton")
+    step_model = step.StepModel(graphdef, *place((params, cache)), MAX_ROWS, VOCAB_SIZE)
     with as_h200():
         traced = step.trace_forward(step_model, shape)
-        compiled = step.compile_traced(traced)
+        compiled = step.compile_traced(traced, shape.num_tokens)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 

@@ -4,7 +4,6 @@ PAXPAGE_PROPERTY_EXAMPLES=5000 runs so many examples, new ones each time (CI run
 """
 
 import collections
-import dataclasses
 import logging
 import os
 import random
@@ -69,6 +68,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
         max_model_len=max(2, int(num_usable * block_size * share_of_pool) - draw(st.integers(0, 3))),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         has_prefix_cache=draw(st.sampled_from([True, True, False])),
+        num_tokens_beside_decodes=draw(st.sampled_from([None, 4, 1, 9])),
     )  # fmt: skip
 
 
@@ -106,13 +106,9 @@ class Life:
 class SmallChunks(Scheduler):
     """Leaves budget to newcomers while prompts are being computed, so that they meet blocks that are still to come."""
 
-    def _schedule_running(self, batch: ScheduledBatch) -> int:
-        config = self.config
-        num_tokens = min(config.max_num_batched_tokens, len(self.running) + 2)
-        self.config = dataclasses.replace(config, max_num_batched_tokens=max(num_tokens, config.max_num_seqs))
-        budget = super()._schedule_running(batch) + config.max_num_batched_tokens - self.config.max_num_batched_tokens
-        self.config = config
-        return budget
+    def _schedule_running(self, batch: ScheduledBatch, budget: int) -> int:
+        kept = max(0, budget - len(self.running) - 2)
+        return super()._schedule_running(batch, budget - kept) + kept
 
 
 class Launched(NamedTuple):
@@ -439,10 +435,11 @@ class Traffic(RuleBasedStateMachine):
         if (admitted or num_forks) and len(scheduler.running) > 1:
             own = bool(admitted) + num_forks  # the block of a new one's own next token was not asked for
             assert self.num_free_after_promises() >= -own, "a block is left to each of the others"
-        if batch.num_tokens == config.max_num_batched_tokens or self.has_small_chunks:
+        fewest = min(config.max_num_batched_tokens, config.num_tokens_beside_decodes or 2**31)
+        if batch.num_tokens >= fewest or self.has_small_chunks:
             return
         num_kept = len(batch.preempted)  # a token for each of them, which nobody needs any more
-        is_left = batch.num_tokens + num_kept < config.max_num_batched_tokens
+        is_left = batch.num_tokens + num_kept < fewest
         assert not is_left or all(row.is_sampled for row in batch.rows), "a row has tokens to compute"
         left = [request for request in waiting if request.status is RequestStatus.WAITING]
         if left and not batch.preempted and len(scheduler.running) < config.max_num_seqs:

@@ -42,12 +42,15 @@ class Sizes(NamedTuple):
     max_model_len: int = 0
     policy: str = "fcfs"
     has_prefix_cache: bool = False
+    num_tokens_beside_decodes: int | None = None
 
 
 def make_scheduler(sizes: Sizes | None = None) -> Scheduler:
     sizes = sizes or Sizes()
     max_model_len = sizes.max_model_len or sizes.num_usable * sizes.block_size
-    limits = SchedulerConfig(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_model_len, sizes.policy)
+    limits = SchedulerConfig(
+        sizes.max_num_seqs, sizes.max_num_batched_tokens, max_model_len, sizes.policy, sizes.num_tokens_beside_decodes
+    )
     pool = BlockPool(sizes.num_usable + 1)
     cache = PrefixCache(sizes.num_usable) if sizes.has_prefix_cache else None
     return Scheduler(limits, KVCacheManager(pool, sizes.block_size, sizes.max_num_seqs, max_model_len, cache))

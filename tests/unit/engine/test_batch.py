@@ -53,6 +53,7 @@ def expected_inputs(batch: ScheduledBatch, shape: StepShape, manager: KVCacheMan
         "query_start_loc": padded(ends, shape.num_rows + 1, len(token_ids)),
         "seq_lens": padded(seq_lens, shape.num_rows),
         "logits_indices": padded(last, shape.num_rows),
+        "row_order": sorted(range(shape.num_rows), key=lambda row: -padded(seq_lens, shape.num_rows)[row]),
         "block_tables": tables + [[0] * shape.blocks_per_row] * (shape.num_rows - len(tables)),
     }
 
@@ -76,6 +77,7 @@ def test_a_small_batch_number_by_number() -> None:
         "query_start_loc": [0, 1, 3, 3],
         "seq_lens": [4, 7, 0],
         "logits_indices": [0, 2, 0],
+        "row_order": [1, 0, 2],
         "block_tables": [[1, 0, 0, 0, 0, 0], [2, 3, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]],
     }
 
@@ -126,7 +128,7 @@ def test_unpack_gives_the_same_on_the_device() -> None:
     packed = np.arange(shape.num_ints, dtype=np.int32)
     on_host, on_device = unpack(packed, shape), unpack(jnp.asarray(packed), shape)
     assert as_lists(on_host) == as_lists(on_device)
-    assert [value.shape for value in on_host] == [(5,), (5,), (5,), (4,), (3,), (3,), (3, 4)]
+    assert [value.shape for value in on_host] == [(5,), (5,), (5,), (4,), (3,), (3,), (3,), (3, 4)]
     assert np.concatenate([value.ravel() for value in on_host]).tolist() == packed.tolist()
 
 

@@ -438,6 +438,39 @@ def total_scheduled(scheduler: Scheduler, model: FakeModel) -> int:
     return total
 
 
+def beside_decodes(num_decoding: int, num_prompts: int, short: int | None) -> list[int]:
+    """Tokens of each step while num_prompts prompts of 5000 tokens are computed beside requests that decode."""
+    sizes = Sizes(4000, max_num_seqs=64, max_num_batched_tokens=2048, num_tokens_beside_decodes=short)
+    scheduler = make_scheduler(sizes)
+    model = FakeModel(scheduler.manager)
+    add_all(scheduler, *(make_request(f"decoding-{i}", 4, 1000) for i in range(num_decoding)))
+    if num_decoding:
+        step(scheduler, model)
+    prompts = [make_request(f"prompt-{i}", 5000, 2) for i in range(num_prompts)]
+    add_all(scheduler, *prompts)
+    counts = []
+    with without_type_checks():
+        while any(request.num_output_tokens == 0 for request in prompts):
+            counts.append(step(scheduler, model).num_tokens)
+    assert min(counts) > num_decoding
+    return counts
+
+
+def test_a_long_prompt_is_computed_in_short_steps_beside_requests_that_decode() -> None:
+    assert beside_decodes(40, 1, None)[:2] == [2048, 2048]
+    assert set(beside_decodes(40, 1, 256)[:-1]) == {256}
+    # Each running request, the one in mid-prompt among them, has a token, and the prompt half a step's beside.
+    assert set(beside_decodes(40, 1, 64)[1:-1]) == {41 + 32}
+
+
+def test_the_more_prompts_wait_for_each_request_that_decodes_the_longer_the_steps() -> None:
+    assert beside_decodes(40, 5, 256)[0] == 2 * 256
+    assert beside_decodes(40, 10, 256)[0] == 3 * 256
+    assert beside_decodes(4, 4, 256)[0] == 2048
+    assert beside_decodes(1, 1, 256)[0] == 2048
+    assert beside_decodes(0, 3, 256)[0] == 2048, "nobody decodes"
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [512, 8192])
 @pytest.mark.parametrize("num_shared", [4000, 4007])
 def test_64_arrivals_on_a_cold_cache_compute_what_they_share_once(max_num_batched_tokens: int, num_shared: int) -> None:
