@@ -29,6 +29,8 @@ def install_type_checks() -> None:
 def choose_device() -> None:
     """For this process and those it starts. A GPU run without a GPU fails instead of passing on the CPU."""
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if IS_GPU_RUN else "cpu"
+    # Pallas's Mosaic interpreter blocks a thread of XLA's pool for each warpgroup: with fewer than those it would hang.
+    os.environ.setdefault("NPROC", "8")
     # The GPU is shared with the servers that tests start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
