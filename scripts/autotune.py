@@ -2,10 +2,10 @@
 
     python scripts/autotune.py [--heads 32x8x128,32x8x64] [--out FILE]
 
-For each head layout and number of rows every candidate is timed as scripts/bench_kernels.py does it, at two lengths of
-context, and the one with the least sum is kept; one that does not compile is passed over. The file, by default
-pallas_kernels/paged_attention/tuned/DEVICE.json, is read by pallas_kernels.paged_attention.tuned; entries of other
-layouts that it had stay.
+For each head layout and number of rows every candidate is timed as python -m paxpage.bench kernels does it, at two
+lengths of context, and the one with the least sum is kept; one that does not compile is passed over. The file, by
+default pallas_kernels/paged_attention/tuned/DEVICE.json, is read by pallas_kernels.paged_attention.tuned; entries of
+other layouts that it had stay.
 """
 
 import argparse
@@ -32,13 +32,14 @@ from pallas_kernels.paged_attention import mosaic_limits, tuned
 from pallas_kernels.paged_attention.config import DecodeConfig, Geometry
 from pallas_kernels.paged_attention.shapes import HeadLayout
 from pallas_kernels.paged_attention.triton_common import Refs
-from scripts.bench_kernels import Problem, lower_loop, make_arrays, seconds_of
+from paxpage.bench.attention_problems import Problem, make_arrays
+from paxpage.bench.timing import lower_loop, seconds_of
 
 FOLDER = pathlib.Path(tuned.__file__).parent / "tuned"
 NUM_ROWS = (1, 4, 16, 32, 64, 128, 256)
 CACHED_TOKENS = 131072  # of a batch at most, so that the longer context of many rows fits a small GPU
 CONTEXTS = (512, 4096)
-NUM_CALLS = 48  # a multiple of bench_kernels.CALLS_PER_TURN
+NUM_CALLS = 48  # a multiple of timing.CALLS_PER_TURN
 MAX_SPLITS = 16
 MIN_PROGRAMS, MAX_PROGRAMS = 64, 1024  # with fewer a device of a hundred multiprocessors stands idle
 

@@ -38,8 +38,10 @@ def _in_engine(*names: str) -> tuple[str, ...]:
 ZONES = {
     "kernels": Zone(("pallas_kernels.*",), (), ("jax", "numpy", "jaxtyping")),
     "config": Zone(("paxpage.config", "paxpage.outputs"), (), ("numpy",)),
+    "command_line": Zone(("paxpage.command_line",), (), ("absl",)),
     "host": Zone(
         _in_engine(
+            "adjustments",
             "request",
             "sampling_params",
             "block_pool",
@@ -61,20 +63,25 @@ ZONES = {
         None,
     ),
     "engine": Zone(
-        _in_engine("engine", "build", "served_model", "compilation"),
+        _in_engine("engine", "build", "params_check", "served_model", "compilation"),
         ("config", "host", "prompts", "models", "batch", "device", "kernels"),
         None,
     ),
     "llm": Zone(_in_engine("llm"), ("config", "host", "prompts", "models", "engine"), None),
     "exports": Zone(("paxpage", "paxpage.engine"), ("config", "host", "llm"), ()),
     "server": Zone(("paxpage.server.*",), ("config", "host", "prompts", "models", "engine"), None),
-    "serve": Zone(("paxpage.serve.*",), ("config", "host", "models", "engine", "server"), None),
-    "bench": Zone(("paxpage.bench.*",), ("config", "host", "models", "engine", "llm"), None),
+    "serve": Zone(("paxpage.serve.*",), ("config", "command_line", "host", "models", "engine", "server"), None),
+    # As a user's script would: the public names too, and the kernels by themselves.
+    "bench": Zone(
+        ("paxpage.bench.*",),
+        ("config", "command_line", "host", "models", "engine", "llm", "exports", "kernels"),
+        None,
+    ),
     "simulate": Zone(("paxpage.simulate.*",), ("config", "host"), ("absl", "numpy", "tqdm")),
     "convert": Zone(("paxpage.convert.*",), ("config", "models"), None),
 }
-LEAVES = ("serve", "bench", "simulate", "convert", "exports")
-WITHOUT_JAX = ("config", "host", "simulate")
+LEAVES = ("serve", "bench", "simulate", "convert")
+WITHOUT_JAX = ("config", "command_line", "host", "simulate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +311,7 @@ def test_zones_contradict_no_decision() -> None:
     """Leaves are imported by nobody, the server by serve alone, and only batch and the engine see both sides."""
     importers = {zone: {name for name, rights in ZONES.items() if zone in rights.may_import} for zone in ZONES}
     assert all(not importers[leaf] for leaf in LEAVES)
-    assert importers["server"] == {"serve"}
+    assert importers["server"] == {"serve"} and importers["exports"] == {"bench"}
     assert importers["host"] & importers["device"] == {"batch", "engine"}
     assert "host" not in ZONES["device"].may_import
 
@@ -370,6 +377,9 @@ def _with(name: str, source: str) -> dict[str, Module]:
         ("paxpage.server.app", "import paxpage.serve"),
         ("paxpage.server.app", "from paxpage import LLM"),
         ("paxpage.bench", "from paxpage.server.routes import app"),
+        ("paxpage.bench.load", "import paxpage.serve"),
+        ("paxpage.serve", "from paxpage.bench import load"),
+        ("paxpage.command_line", "from paxpage.config import require"),
         ("paxpage.engine.llm", "import tests.helpers"),
     ],
 )
@@ -385,6 +395,7 @@ def test_a_wrong_import_is_caught(name: str, source: str) -> None:
         ("paxpage.engine.batch", "from paxpage.engine import kv_cache, scheduler"),
         ("paxpage.engine.model_runner", "from paxpage.engine.batch import StepInputs\nimport flax"),
         ("paxpage.serve", "from paxpage.server import routes"),
+        ("paxpage.bench.kernels_run", "from pallas_kernels import paged_attention\nfrom paxpage import LLM"),
     ],
 )
 def test_a_right_import_is_let_through(name: str, source: str) -> None:

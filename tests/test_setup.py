@@ -25,7 +25,7 @@ PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if 
 SOURCES = sorted(
     str(path.relative_to(ROOT)) for name in ("paxpage", "pallas_kernels") for path in ROOT.glob(f"{name}/**/*.py")
 )
-SERVING = ("paxpage/server/", "paxpage/serve.py")
+EXTRA_OF = {"paxpage/server/": "serve", "paxpage/serve.py": "serve", "paxpage/bench/": "bench"}
 
 
 def _names(requirements: list[Requirement]) -> set[str]:
@@ -48,7 +48,7 @@ def test_constraints_are_plain_pins() -> None:
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = dict(line.split("==") for line in PINS)
-    wanted = [*CORE, *EXTRAS["serve"], *EXTRAS["test"]]
+    wanted = [*CORE, *EXTRAS["bench"], *EXTRAS["serve"], *EXTRAS["test"]]
     unmet = [
         str(requirement)
         for requirement in wanted
@@ -72,9 +72,12 @@ def owners() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_imports_are_declared_dependencies(source: str, owners: dict[str, set[str]]) -> None:
-    """What a module imports comes with paxpage, or with its extra `serve` for the server."""
+    """What a module imports comes with paxpage, or with the extra for the server or for benchmarks."""
     roots = set(_imported_roots(ROOT / source)) - set(sys.stdlib_module_names) - {"paxpage", "pallas_kernels", ""}
-    allowed = _names(CORE + (EXTRAS["serve"] if source.startswith(SERVING) else []))
+    extras = [
+        requirement for start, name in EXTRA_OF.items() if source.startswith(start) for requirement in EXTRAS[name]
+    ]
+    allowed = _names(CORE + extras)
     assert [root for root in roots if not allowed & owners.get(root, set())] == []
 
 

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 
+from paxpage.bench import workloads
 from paxpage.config import SchedulerConfig
 from paxpage.engine.accounting import SlotAccount
 from paxpage.engine.batch import StepShape, pack
@@ -15,7 +16,6 @@ from paxpage.engine.kv_cache_manager import KVCacheManager
 from paxpage.engine.request import Request
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler, SlotUsage
-from scripts import workloads
 from tests.unit.engine.host_side import without_type_checks
 
 NUM_REQUESTS = 512

@@ -40,14 +40,23 @@ def lengths(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return _draw(rng, PROMPT_LAW, n), _draw(rng, OUTPUT_LAW, n)
 
 
-def requests(n: int, seed: int, vocab_size: int) -> list[WorkloadRequest]:
-    """n requests with prompts of uniformly drawn token ids."""
-    rng = np.random.default_rng([seed, 1])
-    end = min(vocab_size, END_TOKEN_ID)
+def requests(n: int, seed: int, vocab_size: int, *, draw: int = 0) -> list[WorkloadRequest]:
+    """n requests with prompts of uniformly drawn token ids; another draw has the same lengths and other ids."""
+    rng = token_rng(seed, draw)
     return [
-        WorkloadRequest(rng.integers(FIRST_TOKEN_ID, end, int(num_prompt)).tolist(), int(num_output))
+        WorkloadRequest(token_ids(rng, int(num_prompt), vocab_size), int(num_output))
         for num_prompt, num_output in zip(*lengths(n, seed), strict=True)
     ]
+
+
+def token_rng(seed: int, draw: int) -> np.random.Generator:
+    """What token ids are drawn from."""
+    return np.random.default_rng([seed, 1, draw] if draw else [seed, 1])
+
+
+def token_ids(rng: np.random.Generator, n: int, vocab_size: int) -> list[int]:
+    """n token ids, uniformly drawn from those that are neither bytes nor marks."""
+    return rng.integers(FIRST_TOKEN_ID, min(vocab_size, END_TOKEN_ID), n).tolist()
 
 
 def location(law: LengthLaw) -> float:

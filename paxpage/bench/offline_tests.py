@@ -1,0 +1,242 @@
+"""The tests that python -m paxpage.bench offline runs on one engine."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paxpage.bench import workloads
+from paxpage.bench.arrivals import due_times
+from paxpage.bench.open_loop import Arrivals, greedy
+from paxpage.bench.workloads import WorkloadRequest
+from paxpage.engine.llm import LLM
+
+SEED = 0
+PROMPT_SEED = 7
+NUM_RUN_REQUESTS = 512  # test 5's requests are the first of so many, so that their lengths are test 1's
+
+
+class Batch(NamedTuple):
+    """Some requests of equal length, given at once."""
+
+    rows: int
+    num_inputs: int  # tokens of a prompt, shared ones not counted
+    num_outputs: int
+    num_shared: int = 0  # tokens that all prompts begin with
+
+
+class Sizes(NamedTuple):
+    """How much each test does."""
+
+    name: str
+    num_requests: int  # tests 1 and 5 draw so many at most
+    divisor: int  # test 1's and 5's lengths are the workload's by this
+    num_arrivals: int
+    single: Batch
+    shared: Batch
+    batch: Batch
+    large_batch: Batch
+    long_prompt: int  # of the warm-up
+    max_model_len: int
+
+
+FULL = Sizes(
+    name="full",
+    num_requests=NUM_RUN_REQUESTS,
+    divisor=1,
+    num_arrivals=256,
+    single=Batch(1, 128, 256),
+    shared=Batch(64, 32, 128, num_shared=4000),
+    batch=Batch(64, 1024, 128),
+    large_batch=Batch(256, 448, 128),
+    long_prompt=4000,
+    max_model_len=4352,
+)
+SMALL = Sizes(
+    name="small",
+    num_requests=16,
+    divisor=8,
+    num_arrivals=8,
+    single=Batch(1, 64, 32),
+    shared=Batch(8, 16, 16, num_shared=240),
+    batch=Batch(8, 64, 32),
+    large_batch=Batch(16, 48, 16),
+    long_prompt=256,
+    max_model_len=512,
+)
+SMOKE = Sizes(
+    name="smoke",
+    num_requests=4,
+    divisor=64,
+    num_arrivals=3,
+    single=Batch(1, 8, 4),
+    shared=Batch(2, 4, 3, num_shared=32),
+    batch=Batch(2, 8, 4),
+    large_batch=Batch(3, 8, 4),
+    long_prompt=16,
+    max_model_len=64,
+)
+SIZES = {sizes.name: sizes for sizes in (FULL, SMALL, SMOKE)}
+Work = tuple[list[list[int]], list[int]]  # prompts, and how many tokens each is to generate
+Emit = Callable[[str, dict[str, Any]], None]  # a test's name and its figures
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """What is run, and how often."""
+
+    sizes: Sizes
+    repetitions: int
+    throughput_repetitions: int
+    rates: tuple[float, ...]
+
+
+class OfflineTests:
+    """Tests of one engine. Every figure is the median of several repetitions, with nothing cached before each."""
+
+    def __init__(self, llm: LLM, effort: Effort, emit: Emit) -> None:
+        self.llm = llm
+        self.effort = effort
+        self.emit = emit
+        self.vocab_size = llm.engine.vocab_size
+        self._rng = np.random.default_rng([SEED, PROMPT_SEED])
+
+    @property
+    def sizes(self) -> Sizes:
+        """How much each test does."""
+        return self.effort.sizes
+
+    def run(self, test: str) -> None:
+        """Runs the test of this number, a key of TESTS."""
+        TESTS[test](self)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random token ids."""
+        return workloads.token_ids(self._rng, num_tokens, self.vocab_size)
+
+    def seconds(self, prompts: list[list[int]], num_outputs: list[int]) -> float:
+        """Time of one submission of everything, with nothing cached; checks that each gave its number of tokens."""
+        self.llm.reset_prefix_cache()
+        params = [greedy(n) for n in num_outputs]
+        started_s = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        elapsed_s = time.perf_counter() - started_s
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert lengths == num_outputs, "a request gave another number of tokens than it was asked for"
+        return elapsed_s
+
+    def median(self, make: Callable[[], Work], repetitions: int) -> tuple[float, list[float]]:
+        """Median seconds, and all of them."""
+        times = [self.seconds(*make()) for _ in range(repetitions)]
+        return statistics.median(times), [round(t, 4) for t in times]
+
+    def warm_up(self) -> None:
+        """A few requests of mixed length, one full-width batch, one long prompt."""
+        most, width = self.sizes.long_prompt, self.llm.engine.scheduler.config.max_num_seqs
+        lengths = [min(n, most) for n in (5, 40, 300, 1000)]
+        self.seconds([self.prompt(n) for n in lengths], [8, 16, 32, 8])
+        self.seconds([self.prompt(min(64, most)) for _ in range(width)], [8] * width)
+        self.seconds([self.prompt(most)], [8])
+
+    def drawn(self, num_requests: int) -> list[WorkloadRequest]:
+        """The first requests of the workload, shortened as sizes say."""
+        divisor = self.sizes.divisor
+        drawn = workloads.requests(max(num_requests, self.sizes.num_requests), SEED, self.vocab_size)[:num_requests]
+        return [
+            WorkloadRequest(prompt[: max(1, len(prompt) // divisor)], max(2, num_outputs // divisor))
+            for prompt, num_outputs in drawn
+        ]
+
+    def make_batch(self, batch: Batch) -> Work:
+        """New random prompts of a batch's lengths."""
+        shared = self.prompt(batch.num_shared)
+        return [shared + self.prompt(batch.num_inputs) for _ in range(batch.rows)], [batch.num_outputs] * batch.rows
+
+    def decode_times(self, batch: Batch) -> tuple[float, dict[str, Any]]:
+        """Median seconds to the first token of all, and fields with the time of a decode step."""
+        repetitions = self.effort.repetitions
+        first_s, firsts = self.median(lambda: self.make_batch(batch._replace(num_outputs=1)), repetitions)
+        whole_s, times = self.median(lambda: self.make_batch(batch), repetitions)
+        step_ms = round(1e3 * (whole_s - first_s) / (batch.num_outputs - 1), 4)
+        sizes = {"n": batch.rows, "in_len": batch.num_inputs, "out_len": batch.num_outputs}
+        return first_s, sizes | {"secs": times, "first_token_s": firsts, "ms_per_decode_step": step_ms}
+
+
+def throughput(bench: OfflineTests) -> None:
+    """Test 1: everything at once, output tokens a second."""
+    work = bench.drawn(bench.sizes.num_requests)
+    prompts, num_outputs = [r.prompt_token_ids for r in work], [r.num_output_tokens for r in work]
+    engine, repetitions = bench.llm.engine, bench.effort.throughput_repetitions
+    meter, before = engine.idle_meter, engine.stats().num_steps
+    meter.idle_s, meter.num_idle_launches = 0.0, 0
+    median_s, times = bench.median(lambda: (prompts, num_outputs), repetitions)
+    num_steps = (engine.stats().num_steps - before) / repetitions
+    result = {
+        "n": len(work),
+        "in_tokens": sum(map(len, prompts)),
+        "out_tokens": sum(num_outputs),
+        "secs": times,
+        "out_tok_s": round(sum(num_outputs) / median_s, 1),
+        "num_steps": num_steps,
+        "ms_per_step": round(1e3 * median_s / num_steps, 3),
+        "device_idle_percent_at_most": round(100 * meter.idle_s / sum(times), 2),
+        "idle_launches_percent": round(100 * meter.num_idle_launches / (num_steps * repetitions), 2),
+        "waste_percent": round(100 * engine.slots.waste_fraction, 2),
+    }
+    bench.emit("1_offline_throughput", result)
+
+
+def single_latency(bench: OfflineTests) -> None:
+    """Test 2: one request, ms a decode step and seconds to the first token."""
+    bench.emit("2_single_latency", bench.decode_times(bench.sizes.single)[1])
+
+
+def shared_prefix(bench: OfflineTests) -> None:
+    """Test 3: prompts with a long common beginning, output tokens a second."""
+    batch, engine = bench.sizes.shared, bench.llm.engine
+    before = engine.stats()
+    median_s, times = bench.median(lambda: bench.make_batch(batch), bench.effort.repetitions)
+    after = engine.stats()
+    num_hits = after.num_prefix_hits - before.num_prefix_hits
+    num_queries = after.num_prefix_queries - before.num_prefix_queries
+    sizes = {"n": batch.rows, "prefix": batch.num_shared, "unique": batch.num_inputs, "out_len": batch.num_outputs}
+    result = {
+        "secs": times,
+        "out_tok_s": round(batch.rows * batch.num_outputs / median_s, 1),
+        "cached_percent": round(100 * num_hits / num_queries, 2) if num_queries else 0.0,
+    }
+    bench.emit("3_shared_prefix", sizes | result)
+
+
+def batch_decode(bench: OfflineTests) -> None:
+    """Test 4: a batch, ms a decode step and prefill tokens a second."""
+    batch = bench.sizes.batch
+    first_s, result = bench.decode_times(batch)
+    bench.emit("4_batch_decode", result | {"prefill_tok_s": round(batch.rows * batch.num_inputs / first_s, 1)})
+
+
+def poisson_arrivals(bench: OfflineTests) -> None:
+    """Test 5: requests one by one at each rate, times to and between tokens."""
+    work = bench.drawn(bench.sizes.num_arrivals)
+    for rate in bench.effort.rates:
+        bench.llm.reset_prefix_cache()
+        result = Arrivals(bench.llm.engine, work, due_times(len(work), rate, 1.0, SEED)).run()
+        bench.emit("5_poisson_arrivals", {"rate_req_s": rate, "n": len(work)} | result)
+
+
+def large_batch_decode(bench: OfflineTests) -> None:
+    """Test 6: a large batch, ms a decode step."""
+    bench.emit("6_large_batch_decode", bench.decode_times(bench.sizes.large_batch)[1])
+
+
+TESTS: dict[str, Callable[[OfflineTests], None]] = {
+    "1": throughput,
+    "2": single_latency,
+    "3": shared_prefix,
+    "4": batch_decode,
+    "5": poisson_arrivals,
+    "6": large_batch_decode,
+}
