@@ -6,28 +6,21 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
+from paxpage import command_line
+from paxpage.command_line import Flag
 from paxpage.config import EngineConfig, require
 from paxpage.server.listen import bind
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from paxpage.server.signals import SignalWatcher, end_process
 
+PROGRAM = "paxpage.serve"
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
-HELP_WIDTH = 34
-
-
-class Flag(NamedTuple):
-    """One flag: its kind is str, int, float or bool."""
-
-    name: str
-    kind: type
-    default: str | int | float | bool | None
-    help: str
 
 
 FLAGS_BY_GROUP = {
@@ -82,61 +75,18 @@ def main(argv: Sequence[str]) -> int:
 
 def complain(error: Exception | str, exit_code: int) -> int:
     """Says in one line why the server does not start."""
-    print("paxpage.serve:", " ".join(str(error).split()), file=sys.stderr)
-    return exit_code
-
-
-def define_flags() -> flags.FlagValues:
-    """All flags, not parsed yet."""
-    values = flags.FlagValues()
-    define: dict[type, Callable[..., Any]] = {
-        str: flags.DEFINE_string,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        bool: flags.DEFINE_boolean,
-    }
-    for group in FLAGS_BY_GROUP.values():
-        for flag in group:
-            define[flag.kind](flag.name, flag.default, flag.help, flag_values=values)
-    flags.DEFINE_boolean("help", False, "show this text", flag_values=values)
-    return values
+    return command_line.complain(PROGRAM, error, exit_code)
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-    """Parses a command line; --max-num-seqs and --max_num_seqs are the same.
-
-    Raises:
-        flags.Error: an unknown flag or a value of the wrong kind.
-        ValueError: an argument that is no flag.
-    """
-    values = define_flags()
-    values.set_gnu_getopt(True)
-    rest = values([argv[0], *(_with_underscores(argument, values) for argument in argv[1:])])[1:]
-    if rest:
-        raise ValueError(f"{rest[0]!r} is not a flag; a model is given as --model={rest[0]}")
-    return values
-
-
-def _with_underscores(argument: str, values: flags.FlagValues) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    name = name.replace("-", "_")
-    positive = name.removeprefix("no_")
-    if positive != name and positive in values:  # absl's own spelling is --noname
-        name = f"no{positive}"
-    return f"--{name}{equals}{value}"
+    """Parses a command line; see command_line.parse_flags."""
+    return command_line.parse_flags(FLAGS_BY_GROUP, argv)
 
 
 def help_text() -> str:
     """Every flag with its default, by group."""
-    lines = ["Serves a language model over HTTP, with OpenAI's API.", "", "python -m paxpage.serve [--flag=value ...]"]
-    for group, members in FLAGS_BY_GROUP.items():
-        lines += ["", f"{group}:"]
-        for flag in members:
-            shown = f"  --{flag.name}" + ("" if flag.default is None else f"={flag.default}")
-            lines.append(f"{shown:<{HELP_WIDTH}} {flag.help}")
-    return "\n".join(lines)
+    title = ("Serves a language model over HTTP, with OpenAI's API.", "", f"python -m {PROGRAM} [--flag=value ...]")
+    return command_line.help_text(title, FLAGS_BY_GROUP)
 
 
 def make_options(values: flags.FlagValues) -> ServeOptions:
