@@ -37,15 +37,14 @@ from paxpage.bench.timing import lower_loop, seconds_of
 
 FOLDER = pathlib.Path(tuned.__file__).parent / "tuned"
 NUM_ROWS = (1, 4, 16, 32, 64, 128, 256)
-CACHED_TOKENS = 131072  # of a batch at most, so that the longer context of many rows fits a small GPU
+CACHED_TOKENS = 262_144  # of a batch at most, so that the longer context of many rows fits a small GPU
 CONTEXTS = (512, 4096)
 NUM_CALLS = 48  # a multiple of timing.CALLS_PER_TURN
 MAX_SPLITS = 16
 MIN_PROGRAMS, MAX_PROGRAMS = 64, 1024  # with fewer a device of a hundred multiprocessors stands idle
 
-Decode = Callable[
-    [Any, jax.Array], Callable[..., jax.Array]
-]  # (config, row order) -> a function of make_arrays' arrays
+# (configuration, row order) -> a function of make_arrays' arrays
+Decode = Callable[[Any, jax.Array], Callable[..., jax.Array]]
 
 
 class Candidates(NamedTuple):
@@ -104,7 +103,7 @@ def scale_of(geometry: Geometry) -> float:
 
 def problems(num_rows: int, layout: HeadLayout) -> list[Problem]:
     """Decode batches of this many rows: lengths from half of a context up to all of it."""
-    contexts = [context for context in CONTEXTS if num_rows * context <= 2 * CACHED_TOKENS]
+    contexts = [context for context in CONTEXTS if num_rows * context <= CACHED_TOKENS]
     rng = np.random.default_rng(0)
     lengths = [rng.integers(context // 2, context + 1, num_rows) for context in contexts]
     return [Problem(f"{num_rows} rows", lens, np.ones_like(lens), layout) for lens in lengths]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend, device_kind, is_hopper
 from pallas_kernels.paged_attention import reference, triton, xla
-from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.config import BLOCK_SIZES, Geometry
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 
 logger = logging.getLogger(__name__)
@@ -19,25 +19,14 @@ Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 
 
-def _mosaic(
-    q: Queries,
-    k_cache: Cache,
-    v_cache: Cache,
-    block_tables: Int[Array, "num_rows blocks_per_row"],
-    seq_lens: Int[Array, " num_rows"],
-    query_start_loc: Int[Array, " num_rows_plus_1"],
-    *,
-    layer: Int[Array, ""],
-    scale: float,
-    row_order: Int[Array, " num_rows"] | None = None,
-) -> Queries:
+def _mosaic(*arrays: Array, layer: Array, scale: float, row_order: Array | None = None) -> Queries:
+    """mosaic.paged_attention, where there is a device for it."""
     if not is_hopper():
         raise ValueError(f"backend is 'mosaic' and the device {device_kind()}; allowed: it runs on Hopper GPUs only")
     # Imported here: it takes half a second, and most devices have no use for it.
     from pallas_kernels.paged_attention import mosaic
 
-    rows = (block_tables, seq_lens, query_start_loc)
-    return mosaic.paged_attention(q, k_cache, v_cache, *rows, layer=layer, scale=scale, row_order=row_order)
+    return mosaic.paged_attention(*arrays, layer=layer, scale=scale, row_order=row_order)
 
 
 BACKENDS: dict[str, Callable[..., Queries]] = {
@@ -47,7 +36,6 @@ BACKENDS: dict[str, Callable[..., Queries]] = {
     "mosaic": _mosaic,
     "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
 }
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 MOSAIC_FROM = 64  # pairs of a row and a key head: with fewer, keys are cut into pieces, which Triton does at less cost
 
 
@@ -85,7 +73,7 @@ def paged_attention(
     supported.
     """
     is_decode = q.shape[0] == seq_lens.shape[0]
-    name = choose_backend(_geometry(q, k_cache), seq_lens.shape[0], is_decode) if backend is None else backend
+    name = choose_backend(Geometry.of(q, k_cache), seq_lens.shape[0], is_decode) if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     _check_shapes(q, k_cache)
@@ -107,13 +95,14 @@ def choose_backend(geometry: Geometry, num_rows: int, is_decode: bool) -> str:
     reason = unsupported(geometry)
     if reason is None:
         return "mosaic"
-    logger.info("paged_attention takes backend triton and not mosaic: %s", reason)
+    _log_refusal(reason)
     return name
 
 
-def _geometry(q: Queries, k_cache: Cache) -> Geometry:
-    _, _, num_kv_heads, block_size, head_dim = k_cache.shape
-    return Geometry(q.shape[1], num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
+@functools.cache
+def _log_refusal(reason: str) -> None:
+    """Once: a model asks for every layer of every shape."""
+    logger.info("paged_attention takes backend triton and not mosaic: %s", reason)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend"))

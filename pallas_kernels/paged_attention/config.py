@@ -1,9 +1,11 @@
 """Tile sizes of the GPU kernels: frozen, typed, chosen by pure functions of the shape."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 MIN_DOT = 16  # a Triton dot wants 16 along each axis
 
 
@@ -22,6 +24,12 @@ class Geometry:
     block_size: int
     dtype: str  # of q and of the output
     cache_dtype: str
+
+    @classmethod
+    def of(cls, q: Any, k_cache: Any) -> "Geometry":
+        """Of paged_attention's arrays."""
+        _, _, num_kv_heads, block_size, head_dim = k_cache.shape
+        return cls(q.shape[1], num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
 
     @property
     def group(self) -> int:

@@ -31,22 +31,20 @@ def paged_attention(
     row_order: Int[Array, " num_rows"] | None = None,
 ) -> Queries:
     """See api.paged_attention. ValueError names what these kernels do not take."""
-    num_tokens, num_heads, head_dim = q.shape
     num_rows, blocks_per_row = block_tables.shape
-    _, _, num_kv_heads, block_size, _ = k_cache.shape
-    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
+    geometry = Geometry.of(q, k_cache)
     reason = unsupported(geometry)
     if reason is not None:
         raise ValueError(f"backend is 'mosaic': {reason}")
-    found = tuned.find("mosaic_decode", geometry, num_rows)
-    config = MosaicDecodeConfig(**found) if found else decode_config(geometry, num_rows, blocks_per_row * block_size)
+    found, max_keys = tuned.find("mosaic_decode", geometry, num_rows), blocks_per_row * geometry.block_size
+    config = MosaicDecodeConfig(**found) if found else decode_config(geometry, num_rows, max_keys)
     block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
     row_order = None if row_order is None else _materialised(row_order)
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
-    if num_tokens == num_rows:
-        return decode(arrays, None, geometry, config, scale, None, row_order)
-    out = decode(arrays, None, geometry, config, scale, None, row_order)  # its other tokens are the next one's to write
-    return prefill(arrays, out, geometry, prefill_config(geometry), scale, None)
+    out = decode(arrays, None, geometry, config, scale, None, row_order)
+    if q.shape[0] == num_rows:
+        return out
+    return prefill(arrays, out, geometry, prefill_config(geometry), scale, None)  # writes all other tokens
 
 
 def _materialised(indices: Int[Array, "..."]) -> Int[Array, "..."]:

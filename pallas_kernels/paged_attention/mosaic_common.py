@@ -1,16 +1,11 @@
 """What the Mosaic GPU kernels share: the layout of what the tensor cores read from shared memory."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MASKED = -1e30  # a score no query may see; finite, so that keys without any visible one make no NaN
-LOG2_E = math.log2(math.e)
 SWIZZLE_BYTES = 128
-
-Ref = Any  # a Pallas reference
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, swizzle_bytes: int = SWIZZLE_BYTES) -> Any:

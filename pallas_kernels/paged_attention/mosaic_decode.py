@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.config import Geometry, decode_queries
-from pallas_kernels.paged_attention.mosaic_common import LOG2_E, MASKED, Ref, swizzled
+from pallas_kernels.paged_attention.mosaic_common import swizzled
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
-from pallas_kernels.paged_attention.triton_common import Refs
+from pallas_kernels.paged_attention.triton_common import LOG2_E, MASKED, Ref, Refs
 
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 

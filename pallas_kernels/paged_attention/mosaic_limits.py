@@ -1,10 +1,9 @@
 """What the Mosaic GPU kernels take; apart from them, since importing their backend takes time."""
 
-from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.config import BLOCK_SIZES, Geometry
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16
 
 

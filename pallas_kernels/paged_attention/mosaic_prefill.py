@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.config import Geometry, decode_queries
-from pallas_kernels.paged_attention.mosaic_common import LOG2_E, MASKED, Ref, swizzled
+from pallas_kernels.paged_attention.mosaic_common import swizzled
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
-from pallas_kernels.paged_attention.triton_common import Refs, cdiv
+from pallas_kernels.paged_attention.triton_common import LOG2_E, MASKED, Ref, Refs, cdiv
 
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 
@@ -237,7 +237,8 @@ def cut_tiles(
     num_key_tiles = jnp.where(found < num_rows, cdiv(position + end, config.tile_keys), 0)
     order = jnp.argsort(-num_key_tiles, stable=True)  # tiles of a row stay together: they share keys
     fields = (row, token // CHUNK, first, end, position, seq_lens[row], num_key_tiles)
-    return QueryTiles(jnp.stack(fields, axis=1)[order], ends[-1:])
+    # A sum, not the last of ends: of a slice XLA may hand the kernel a pointer that Mosaic refuses.
+    return QueryTiles(jnp.stack(fields, axis=1)[order], jnp.sum(tiles_of_row, dtype=jnp.int32, keepdims=True))
 
 
 def _scratch(plan: Plan) -> Scratch:

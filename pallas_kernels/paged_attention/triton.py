@@ -31,13 +31,11 @@ def paged_attention(
     interpret: bool = False,
 ) -> Queries:
     """See api.paged_attention. interpret: run on the CPU, for tests."""
-    num_tokens, num_heads, head_dim = q.shape
     num_rows, blocks_per_row = block_tables.shape
-    _, _, num_kv_heads, block_size, _ = k_cache.shape
-    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, q.dtype.name, k_cache.dtype.name)
+    geometry = Geometry.of(q, k_cache)
     found = tuned.find("triton_decode", geometry, num_rows)
-    config = DecodeConfig(**found) if found else decode_config(geometry, num_rows, blocks_per_row * block_size)
-    is_decode = num_tokens == num_rows
+    config = DecodeConfig(**found) if found else decode_config(geometry, num_rows, blocks_per_row * geometry.block_size)
+    is_decode = q.shape[0] == num_rows
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
     if is_decode:
         return decode(arrays, None, geometry, config, scale, interpret)
