@@ -103,11 +103,12 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    enable_cascade_attention: bool = False  # read prefixes that rows share once a step (Hopper); not measured yet
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None  # schedule a step while the one before runs; None: on a GPU
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # a request may ask for, a token; -1: as many as there are tokens
     compilation_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -128,10 +129,12 @@ class EngineConfig:
                 require_int(field, getattr(self, field), 1)
         if self.num_blocks is not None:
             require_int("num_blocks", self.num_blocks, 2)
-        require_int("max_logprobs", self.max_logprobs, 0, 100)
+        require_int("max_logprobs", self.max_logprobs, -1, 100)
         require_int("seed", self.seed, 0, 2**63 - 1)
         is_switch = isinstance(self.enable_prefix_caching, bool)
         require(is_switch, "enable_prefix_caching", self.enable_prefix_caching, "True, False")
+        is_switch = isinstance(self.enable_cascade_attention, bool)
+        require(is_switch, "enable_cascade_attention", self.enable_cascade_attention, "True, False")
         require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1")
 
 

@@ -62,7 +62,8 @@ class CompletionDelta:
 
     text holds only what can never be taken back: no half characters, no start of a possible stop string.
     logprobs has one entry per token of token_ids, or is None when they were not asked for.
-    output is the whole request's result, given once, with the delta that finishes its last sample.
+    output is the whole request's result, given once, with the delta that finishes its last sample. prompt_logprobs are
+    given once too, with the request's first delta, when they were asked for.
     """
 
     request_id: str
@@ -73,3 +74,4 @@ class CompletionDelta:
     finish_reason: str | None
     stop_reason: int | str | None
     output: RequestOutput | None
+    prompt_logprobs: PromptLogprobs | None = None

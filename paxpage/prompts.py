@@ -1,5 +1,6 @@
 """Text and conversations -> token ids. The same two functions serve the offline engine and the server."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,12 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return token_ids
 
 
+def encode_plain(tokenizer: Any, field: str, text: str) -> list[int]:
+    """Token ids of a text and nothing else. Raises ValueError naming field for a text that is not valid Unicode."""
+    _require_unicode(field, text)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -34,13 +41,16 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation: those of transformers' apply_chat_template(tokenize=True), nothing added.
 
     messages: each has a role and a content, text or a list of text parts (which count as their texts joined); further
     keys go to the template as they are. A conversation that ends in an assistant's message is closed there, and a new
     assistant's message begun after it; with continue_final_message (and add_generation_prompt False) that last message
-    is left open and continued. chat_template replaces the tokenizer's own. Raises ValueError for messages of another
+    is left open and continued. chat_template replaces the tokenizer's own. tools: descriptions of functions, in
+    OpenAI's form, that the template may show to the model. An assistant's message with tool_calls may have no content;
+    arguments that are JSON in a string reach the template as what they mean. Raises ValueError for messages of another
     form, no template, and whatever the template itself refuses.
     """
     require(bool(messages) and not isinstance(messages, str), "messages", messages, "a list of at least one message")
@@ -57,6 +67,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
+            tools=None if tools is None else list(tools),
         )
     except Exception as error:  # a template is a program: it fails in any way, and always over these messages
         raise ValueError(f"messages do not fit the chat template: {error}") from error
@@ -68,7 +79,29 @@ def _flatten(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     field = f"messages[{index}]"
     require(isinstance(message, Mapping), field, message, "an object with role and content")
     require(message.get("role") in ROLES, f"{field}.role", message.get("role"), ", ".join(ROLES))
-    return {**message, "content": _text(f"{field}.content", message.get("content"))}
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not calls:
+        return {**message, "content": _text(f"{field}.content", content)}
+    text = "" if content is None else _text(f"{field}.content", content)
+    return {**message, "content": text, "tool_calls": [_read_arguments(field, call) for call in calls]}
+
+
+def _read_arguments(field: str, call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    allowed = '{"function": {"name": ..., "arguments": ...}}, the arguments an object or its JSON'
+    require(
+        isinstance(function, Mapping) and isinstance(function.get("name"), str), f"{field}.tool_calls", call, allowed
+    )
+    assert isinstance(function, Mapping)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    require(isinstance(arguments, Mapping), f"{field}.tool_calls", call, allowed)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _text(field: str, content: object) -> str:

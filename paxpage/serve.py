@@ -27,7 +27,7 @@ FLAGS_BY_GROUP = {
     "model": (
         Flag("model", str, None, "a folder, a .gguf file or org/name; the embedded SmolLM2-135M-Instruct if not given"),
         Flag("tokenizer", str, None, "a folder or org/name, when the model brings none"),
-        Flag("served_model_name", str, None, "the model's name in the API"),
+        Flag("served_model_name", str, None, "the model's name in the API; or several, comma between"),
         Flag("dtype", str, "auto", "auto, bfloat16, float16 or float32"),
         Flag("load_format", str, "auto", "auto, safetensors, gguf, orbax or dummy (random weights)"),
         Flag("max_model_len", int, None, "tokens of prompt and answer at most; the model's own limit if not given"),
@@ -41,6 +41,7 @@ FLAGS_BY_GROUP = {
         Flag("block_size", int, 16, "tokens of a block"),
         Flag("kv_cache_dtype", str, "auto", "auto: the model's dtype"),
         Flag("enable_prefix_caching", bool, None, "reuse the blocks of prompts with the same beginning"),
+        Flag("enable_cascade_attention", bool, None, "read a prefix that many rows share once a step (Hopper GPUs)"),
     ),
     "scheduling": (
         Flag("max_num_seqs", int, None, "samples that run at once"),

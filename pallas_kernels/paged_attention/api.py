@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend, device_kind, is_hopper
 from pallas_kernels.paged_attention import reference, triton, xla
+from pallas_kernels.paged_attention.cascade import SharedPrefixes
 from pallas_kernels.paged_attention.config import BLOCK_SIZES, Geometry
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 
@@ -19,14 +20,16 @@ Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 
 
-def _mosaic(*arrays: Array, layer: Array, scale: float, row_order: Array | None = None) -> Queries:
+def _mosaic(
+    *arrays: Array, layer: Array, scale: float, row_order: Array | None = None, shared: SharedPrefixes | None = None
+) -> Queries:
     """mosaic.paged_attention, where there is a device for it."""
     if not is_hopper():
         raise ValueError(f"backend is 'mosaic' and the device {device_kind()}; allowed: it runs on Hopper GPUs only")
     # Imported here: it takes half a second, and most devices have no use for it.
     from pallas_kernels.paged_attention import mosaic
 
-    return mosaic.paged_attention(*arrays, layer=layer, scale=scale, row_order=row_order)
+    return mosaic.paged_attention(*arrays, layer=layer, scale=scale, row_order=row_order, shared=shared)
 
 
 BACKENDS: dict[str, Callable[..., Queries]] = {
@@ -50,6 +53,7 @@ def paged_attention(
     layer: int | Int[Array, ""],
     scale: float | None = None,
     row_order: Int[Array, " num_rows"] | None = None,
+    shared: SharedPrefixes | None = None,
     backend: str | None = None,
 ) -> Queries:
     """softmax(scale q K^T + causal mask) V for every new token of a ragged batch (PagedAttention, SOSP 2023, sec. 4.1).
@@ -67,7 +71,9 @@ def paged_attention(
     defaults to head_dim ** -0.5. Softmax and accumulation are in float32; the output has q's dtype.
 
     row_order: all rows in the order in which they are best begun: longest first, where the lengths differ much. It
-    changes nothing in the output, and not every backend makes use of it.
+    changes nothing in the output, and not every backend makes use of it. shared: what cascade.shared_prefixes found in
+    a decode batch, padded to num_rows with zeros; it changes the output by no more than rounding, and only "mosaic"
+    makes use of it, in decode batches.
 
     backend: one of BACKENDS; None for choose_backend's. ValueError names an unknown backend or a shape that is not
     supported.
@@ -79,7 +85,7 @@ def paged_attention(
     _check_shapes(q, k_cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = (block_tables, seq_lens, query_start_loc)
-    return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), row_order, scale=scale, backend=name)
+    return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), row_order, shared, scale=scale, backend=name)
 
 
 def choose_backend(geometry: Geometry, num_rows: int, is_decode: bool) -> str:
@@ -115,6 +121,7 @@ def _dispatch(
     query_start_loc: Int[Array, " num_rows_plus_1"],
     layer: Int[Array, ""],
     row_order: Int[Array, " num_rows"] | None,
+    shared: SharedPrefixes | None,
     *,
     scale: float,
     backend: str,
@@ -122,7 +129,7 @@ def _dispatch(
     # Jitted with a traced layer, so that a model of many layers traces and lowers the kernel once.
     rows = (block_tables, seq_lens, query_start_loc)
     if backend == "mosaic":
-        return _mosaic(q, k_cache, v_cache, *rows, layer=layer, scale=scale, row_order=row_order)
+        return _mosaic(q, k_cache, v_cache, *rows, layer=layer, scale=scale, row_order=row_order, shared=shared)
     return BACKENDS[backend](q, k_cache, v_cache, *rows, layer=layer, scale=scale)
 
 

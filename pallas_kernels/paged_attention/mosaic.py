@@ -1,13 +1,14 @@
 """paged_attention on Pallas's Mosaic GPU backend: NVIDIA Hopper GPUs.
 
 As on Triton, rows with few queries (decoding) and rows with many (prefill chunks) go to kernels of their own, which
-write into one output.
+write into one output. Where rows share beginnings, decoding is mosaic_cascade's.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import tuned
+from pallas_kernels.paged_attention import mosaic_cascade, tuned
+from pallas_kernels.paged_attention.cascade import SharedPrefixes
 from pallas_kernels.paged_attention.config import Geometry
 from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, decode, decode_config
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
@@ -29,6 +30,7 @@ def paged_attention(
     layer: Int[Array, ""],
     scale: float,
     row_order: Int[Array, " num_rows"] | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> Queries:
     """See api.paged_attention. ValueError names what these kernels do not take."""
     num_rows, blocks_per_row = block_tables.shape
@@ -41,6 +43,9 @@ def paged_attention(
     block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
     row_order = None if row_order is None else _materialised(row_order)
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
+    if q.shape[0] == num_rows and shared is not None and scale > 0:
+        shared = SharedPrefixes(*map(_materialised, shared))
+        return mosaic_cascade.decode(arrays, shared, geometry, prefill_config(geometry), config, scale, None, row_order)
     out = decode(arrays, None, geometry, config, scale, None, row_order)
     if q.shape[0] == num_rows:
         return out

@@ -34,6 +34,7 @@ SHARED_BYTES = 227 * KIB  # of a multiprocessor, and the most that one program m
 FLOAT32_BYTES = 4
 RESERVED_BYTES = 5 * KIB  # of a program: barriers, alignment, room to reduce over warps
 KEYS, COLUMNS = 0, 1  # axes of the scores
+PIECES_AT_ONCE = 4  # of a row's prefix: so many are on their way together, in as many registers as a tile's scores
 LAYOUT = plgpu.Layout.WGMMA
 PER_COLUMN = LAYOUT.reduce(KEYS)
 
@@ -131,6 +132,18 @@ class Inputs(NamedTuple):
     k: Ref  # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
     v: Ref
     row_order: Ref | None  # int32 [num_rows]
+    prefix: "Prefix | None"
+
+
+class Prefix(NamedTuple):
+    """Attention over the rows' first keys, computed already, in pieces that are yet to be merged."""
+
+    num_tokens: Ref  # int32 [num_rows], the keys that are done: whole blocks, but not a row's last key; 0 for none
+    first_piece: Ref  # int32 [num_rows], the row's pieces are consecutive
+    num_pieces: Ref  # int32 [num_rows]
+    place: Ref  # int32 [num_rows], of the row in each of its pieces
+    values: Ref  # float32 [max_pieces, num_places, padded_heads, head_dim], the output if there were no other keys
+    log_sums: Ref  # float32 [max_pieces, num_places, padded_heads], log2 of the sum of weights
 
 
 class Scratch(NamedTuple):
@@ -157,6 +170,7 @@ class Work(NamedTuple):
     token: Int[Array, ""]  # the first query
     num_queries: Int[Array, ""]  # 0: nothing to do
     num_keys: Int[Array, ""]  # that the last query sees
+    first_key: Int[Array, ""]  # of tile 0: those before are done
     first_tile: Int[Array, ""]
     num_tiles: Int[Array, ""]
 
@@ -185,6 +199,7 @@ def decode(
     scale: float,
     interpret: Any,
     row_order: Int[Array, " num_rows"] | None = None,
+    prefix: Prefix | None = None,
 ) -> Queries:
     """softmax(scale q K^T) V for the rows that have at most decode_queries(geometry) queries.
 
@@ -197,13 +212,15 @@ def decode(
 
     When num_tokens == num_rows every row has exactly one query (a padding row's output is zero), and starts is not
     read. out: where to write, other rows' tokens untouched; None for a new array, which holds anything there.
-    row_order: all rows in the order in which they are begun; longest first is best. interpret: None, or
-    InterpretGPUParams to run on the CPU. ValueError says what is not supported.
+    row_order: all rows in the order in which they are begun; longest first is best. prefix: for batches of one query a
+    row; the programs begin with it, in the place of the keys it stands for. interpret: None, or InterpretGPUParams to
+    run on the CPU. ValueError says what is not supported.
     """
     _check(geometry, config, interpret)
     num_rows = arrays.seq_lens.shape[0]
     plan = fit(Plan(geometry, config, scale, has_starts=arrays.q.shape[0] != num_rows))
-    inputs = Inputs(*arrays[:4], _windows(arrays.q), arrays.k, arrays.v, row_order)
+    assert prefix is None or not plan.has_starts, "a prefix is for rows of one query"
+    inputs = Inputs(*arrays[:4], _windows(arrays.q), arrays.k, arrays.v, row_order, prefix)
     shape = jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype)
     run = functools.partial(
         plgpu.kernel,
@@ -295,7 +312,7 @@ def _program(plan: Plan, inputs: Inputs, out_ref: Ref, scratch: Scratch) -> None
         later_blocks = _blocks_of(plan, inputs, work, index + num_stages + 1, last_block)
         return _attend_tile(plan, work, streams, scratch, index, state, next_blocks), later_blocks
 
-    state, _ = lax.fori_loop(0, work.num_tiles, attend, (_empty(plan), blocks[num_stages]))
+    state, _ = lax.fori_loop(0, work.num_tiles, attend, (_begin(plan, inputs, work), blocks[num_stages]))
     _finish(plan, work, scratch, state, out_ref)
 
 
@@ -307,8 +324,9 @@ def _work(plan: Plan, inputs: Inputs) -> Work:
     if inputs.row_order is not None:
         row = inputs.row_order[row]
     token, num_queries, num_keys = _queries_of(plan, inputs, row, chunk)
-    num_tiles = pl.cdiv(pl.cdiv(num_keys, config.tile_keys) - split, config.num_splits)
-    return Work(inputs.layer[0], row, head, token, num_queries, num_keys, split, num_tiles)
+    first_key = jnp.int32(0) if inputs.prefix is None else inputs.prefix.num_tokens[row]
+    num_tiles = pl.cdiv(pl.cdiv(num_keys - first_key, config.tile_keys) - split, config.num_splits)
+    return Work(inputs.layer[0], row, head, token, num_queries, num_keys, first_key, split, num_tiles)
 
 
 def _queries_of(plan: Plan, inputs: Inputs, row: Array, chunk: Array) -> tuple[Array, Array, Array]:
@@ -325,7 +343,7 @@ def _queries_of(plan: Plan, inputs: Inputs, row: Array, chunk: Array) -> tuple[A
 
 def _first_key(plan: Plan, work: Work, index: Array | int) -> Array:
     """Position of the first key of the program's tile number index."""
-    return (work.first_tile + index * plan.config.num_splits) * plan.config.tile_keys
+    return work.first_key + (work.first_tile + index * plan.config.num_splits) * plan.config.tile_keys
 
 
 def _blocks_of(plan: Plan, inputs: Inputs, work: Work, index: Array | int, last: Array | int) -> tuple[Array, ...]:
@@ -353,7 +371,7 @@ def _load_queries(plan: Plan, inputs: Inputs, work: Work, scratch: Scratch) -> N
 def _load(plan: Plan, work: Work, stream: Stream, index: Array, blocks: tuple[Array, ...]) -> None:
     """Starts to load a tile into its stage, if there is such a tile. The warps share the copies."""
     stage = lax.rem(index, plan.config.num_stages)
-    offset = lax.rem(_first_key(plan, work, index), plan.geometry.block_size)
+    offset = pl.multiple_of(lax.rem(_first_key(plan, work, index), plan.geometry.block_size), plan.box_keys)
 
     def load(warp: Array) -> None:
         for box, block in enumerate(blocks):
@@ -374,6 +392,39 @@ def _empty(plan: Plan) -> Softmax:
         plgpu.layout_cast(jnp.zeros((plan.config.tile_keys, plan.num_columns), jnp.float32), LAYOUT),
         plgpu.layout_cast(jnp.zeros((plan.geometry.head_dim, plan.num_columns), jnp.float32), LAYOUT),
     )
+
+
+def _begin(plan: Plan, inputs: Inputs, work: Work) -> Softmax:
+    """The row's prefix, if it has one, as if it were the first key of the tile, with the sum of its keys' weights."""
+    empty, prefix = _empty(plan), inputs.prefix
+    if prefix is None:
+        return empty
+    num_pieces = jnp.where(lax.axis_index("split") == 0, prefix.num_pieces[work.row], 0)
+
+    def join(turn: Array, merged: Merged) -> Merged:
+        first = turn * PIECES_AT_ONCE
+        pieces = [_load_piece(plan, prefix, work, first + index, num_pieces) for index in range(PIECES_AT_ONCE)]
+        return functools.reduce(lambda merged, piece: _join(merged, *piece), pieces, merged)
+
+    merged = lax.fori_loop(0, pl.cdiv(num_pieces, PIECES_AT_ONCE), join, _nothing(plan))
+    keys = plgpu.broadcasted_iota(jnp.int32, empty.weights.shape, KEYS, layout=LAYOUT)
+    weights = jnp.where(keys == 0, _over_rows(merged.total, empty.weights), 0.0)
+    return Softmax(merged.maximum, weights, merged.values)
+
+
+def _load_piece(
+    plan: Plan, prefix: Prefix, work: Work, index: Array, num_pieces: Array
+) -> tuple[Float[Array, " num_columns"], Float[Array, "head_dim num_columns"]]:
+    """A piece's log-sum and output; where there is no such piece, one that weighs nothing."""
+    piece = prefix.first_piece[work.row] + jnp.minimum(index, num_pieces - 1)
+    first_head = lax.div(work.head * plan.geometry.group, ALIGNED_HEADS) * ALIGNED_HEADS
+    heads = pl.ds(pl.multiple_of(first_head, ALIGNED_HEADS), plan.num_columns)
+    place = prefix.place[work.row]
+    log_sum = plgpu.load(prefix.log_sums.at[piece, place, heads], layout=PER_COLUMN, optimized=False)
+    # Two neighbours in memory, which a thread loads at once, stand in one column.
+    source = prefix.values.at[piece, place, heads].transpose((1, 0))
+    values = plgpu.load(source, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return log_sum + jnp.where(index < num_pieces, 0.0, MASKED), plgpu.layout_cast(values, LAYOUT)
 
 
 def _attend_tile(
@@ -501,21 +552,44 @@ def _send_part(
         )
 
 
+class Merged(NamedTuple):
+    """Outputs over different keys, weighed by their sums of weights; values is not yet divided by total."""
+
+    maximum: Float[Array, " num_columns"]
+    total: Float[Array, " num_columns"]
+    values: Float[Array, "head_dim num_columns"]
+
+
+def _nothing(plan: Plan) -> Merged:
+    empty = _empty(plan)
+    zeros = plgpu.layout_cast(jnp.zeros((plan.num_columns,), jnp.float32), PER_COLUMN)
+    return Merged(empty.maximum, zeros, empty.values)
+
+
+def _join(
+    merged: Merged, log_sum: Float[Array, " num_columns"], output: Float[Array, "head_dim num_columns"]
+) -> Merged:
+    maximum = jnp.maximum(merged.maximum, log_sum)
+    decay, weight = jnp.exp2(merged.maximum - maximum), jnp.exp2(log_sum - maximum)
+    values = merged.values * _over_rows(decay, output) + output * _over_rows(weight, output)
+    return Merged(maximum, merged.total * decay + weight, values)
+
+
 def _merged(plan: Plan, scratch: Scratch) -> Float[Array, "head_dim num_columns"]:
     """The cluster's output: its programs' outputs, weighted by their sums of weights."""
     outputs, log_sums = scratch.parts
     plgpu.barrier_wait(scratch.parts_ready)
 
-    def join(split: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        largest, total, values = state
+    def join(split: Array, merged: Merged) -> Merged:
         log_sum = jnp.max(plgpu.load(log_sums.at[split], layout=LAYOUT, optimized=False), axis=KEYS)
-        output = plgpu.load(outputs.at[split], layout=LAYOUT, optimized=False)
-        new_largest = jnp.maximum(largest, log_sum)
-        decay, weight = jnp.exp2(largest - new_largest), jnp.exp2(log_sum - new_largest)
-        values = values * _over_rows(decay, values) + output * _over_rows(weight, output)
-        return new_largest, total * decay + weight, values
+        return _join(merged, log_sum, plgpu.load(outputs.at[split], layout=LAYOUT, optimized=False))
 
-    empty = _empty(plan)
-    none = plgpu.layout_cast(jnp.zeros((plan.num_columns,), jnp.float32), PER_COLUMN)
-    _, total, values = lax.fori_loop(0, plan.config.num_splits, join, (empty.maximum, none, empty.values))
-    return values / _over_rows(total, values)
+    merged = lax.fori_loop(0, plan.config.num_splits, join, _nothing(plan))
+    return merged.values / _over_rows(merged.total, merged.values)
+
+
+def padded_heads(geometry: Geometry) -> int:
+    """Heads of Prefix's arrays: as many as let a program load its columns wherever its own heads stand."""
+    plan = Plan(geometry, MosaicDecodeConfig(TILE_KEYS, 2, 1), 1.0, has_starts=False)
+    last_window = (geometry.num_heads - geometry.group) // ALIGNED_HEADS
+    return (last_window + plan.num_windows) * ALIGNED_HEADS

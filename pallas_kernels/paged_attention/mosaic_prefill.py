@@ -59,7 +59,7 @@ def prefill_config(geometry: Geometry) -> MosaicPrefillConfig:
 class QueryTiles(NamedTuple):
     """Consecutive queries of one row that a program takes at a time, those with the most keys first."""
 
-    table: Int[Array, "num_tiles 7"]  # the fields of Tile but the last
+    table: Int[Array, "num_tiles 7"]  # the fields of Tile but the last three
     num_tiles: Int[Array, " 1"]  # that exist; the rest is padding
 
 
@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     config: MosaicPrefillConfig
     scale: float
     is_interpreted: bool
+    is_causal: bool = True  # or the queries of a tile all see the same keys
 
     @property
     def heads_per_tile(self) -> int:
@@ -102,14 +103,13 @@ class Inputs(NamedTuple):
 
     layer: Ref  # int32 [1]
     block_tables: Ref  # int32 [num_rows, blocks_per_row]
-    seq_lens: Ref  # int32 [num_rows]
+    seq_lens: Ref  # int32 [num_rows]; not read if not causal, nor are the next
     starts: Ref  # int32 [num_rows + 1]
     q: Ref  # [num_tokens, num_heads, head_dim]
     k: Ref  # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
     v: Ref
-    tiles: Ref  # int32 [num_tiles, 7], QueryTiles
+    tiles: Ref  # int32 [num_tiles, ...], what Role.tile_at reads
     num_tiles: Ref  # int32 [1]
-    out: Ref  # as q, written in place
 
 
 class Scratch(NamedTuple):
@@ -118,7 +118,7 @@ class Scratch(NamedTuple):
     q: Ref  # [QUERY_STAGES, NUM_CONSUMERS, UNIT, head_dim]
     k: Ref  # [num_stages, tile_keys, head_dim]
     v: Ref
-    out: Ref  # a union: [NUM_CONSUMERS, UNIT, head_dim] swizzled, and the same as plain rows
+    out: Ref  # if causal: a union of [NUM_CONSUMERS, UNIT, head_dim] swizzled, and the same as plain rows
     weights: Ref  # [NUM_CONSUMERS, UNIT, tile_keys] when interpreted
     q_full: Ref  # [QUERY_STAGES]
     q_empty: Ref
@@ -137,10 +137,12 @@ class Tile(NamedTuple):
     chunk: Int[Array, ""]  # where in q the tile begins, in chunks of 8 tokens
     first: Int[Array, ""]  # the tile's tokens first .. end - 1 are the row's; others are computed and thrown away
     end: Int[Array, ""]
-    position: Int[Array, ""]  # in the row's sequence, of the tile's token 0
+    position: Int[Array, ""]  # in the row's sequence, of the tile's token 0; if not causal, of the last key to see
     seq_len: Int[Array, ""]
     num_key_tiles: Int[Array, ""]
     head: Int[Array, ""]  # the first query head
+    first_key: Int[Array, ""]
+    table_index: Int[Array, ""]  # of its queries
 
 
 class Visit(NamedTuple):
@@ -149,6 +151,14 @@ class Visit(NamedTuple):
     tile: Tile
     number: Int[Array, ""]  # among the program's tiles
     first: Int[Array, ""]  # tiles of keys that the program saw before this tile's
+
+
+class Role(NamedTuple):
+    """What distinguishes the kernels that go this course."""
+
+    tile_at: Callable[[Array], Tile]  # by its place in the order of work
+    store: Callable[..., None]  # (unit, output in float32, maximum of the scores, total of the weights)
+    end: Callable[[Array], None]  # what a consumer does after all tiles
 
 
 class Softmax(NamedTuple):
@@ -186,14 +196,14 @@ def prefill(
         raise ValueError(f"scale is {scale}; allowed: more than 0")
     num_tokens = arrays.q.shape[0]
     if num_tokens % CHUNK:
-        arrays, out = arrays._replace(q=_padded(arrays.q)), _padded(out)
+        arrays, out = arrays._replace(q=padded(arrays.q)), padded(out)
     plan = Plan(geometry, config, scale, bool(interpret))
     if tiles is None:
         tiles = cut_tiles(arrays.starts, arrays.seq_lens, arrays.q.shape[0], geometry, config)
     out_ref = jax.new_ref(out)
     kernel = plgpu.kernel(
         functools.partial(_program, plan),
-        scratch_types=_scratch(plan),
+        scratch_types=(scratch_of(plan),),
         grid=(min(config.num_programs, tiles.table.shape[0] * plan.head_tiles),),
         grid_names=("program",),
         num_threads=NUM_CONSUMERS + 1,
@@ -202,11 +212,11 @@ def prefill(
         interpret=interpret or None,
         kernel_name="paged_attention_prefill",
     )
-    kernel(*arrays, *tiles, out_ref)
+    kernel(Inputs(*arrays, *tiles), out_ref)
     return out_ref[:num_tokens]
 
 
-def _padded(array: Queries) -> Float[Array, "padded_tokens num_heads head_dim"]:
+def padded(array: Queries) -> Float[Array, "padded_tokens num_heads head_dim"]:
     """To a multiple of 8 tokens, which the tiling of shared memory asks of what is copied there."""
     return jnp.pad(array, ((0, -array.shape[0] % CHUNK), (0, 0), (0, 0)))
 
@@ -241,7 +251,8 @@ def cut_tiles(
     return QueryTiles(jnp.stack(fields, axis=1)[order], jnp.sum(tiles_of_row, dtype=jnp.int32, keepdims=True))
 
 
-def _scratch(plan: Plan) -> Scratch:
+def scratch_of(plan: Plan) -> Scratch:
+    """What a program takes."""
     geometry, config = plan.geometry, plan.config
     dtype = jnp.dtype(geometry.dtype)
     queries = (NUM_CONSUMERS, UNIT, geometry.head_dim)
@@ -253,7 +264,7 @@ def _scratch(plan: Plan) -> Scratch:
         k=swizzled(keys, dtype),
         v=swizzled(keys, dtype),
         # Race detection takes parts of a union for overlapping as a whole, but each consumer keeps to its half of both.
-        out=views if plan.is_interpreted else plgpu.RefUnion(*views),
+        out=() if not plan.is_causal else views if plan.is_interpreted else plgpu.RefUnion(*views),
         weights=swizzled((NUM_CONSUMERS, UNIT, config.tile_keys), dtype) if plan.is_interpreted else (),
         q_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
         q_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
@@ -266,18 +277,22 @@ def _scratch(plan: Plan) -> Scratch:
     )
 
 
-def _program(plan: Plan, *refs: Ref) -> None:
+def _program(plan: Plan, inputs: Inputs, out: Ref, scratch: Scratch) -> None:
+    tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, out)
+    clear_padding = functools.partial(_clear_padding, plan, inputs, out, scratch)
+    run_program(plan, inputs, scratch, Role(tile_at, store, clear_padding))
+
+
+def run_program(plan: Plan, inputs: Inputs, scratch: Scratch, role: Role) -> None:
     """One block of threads: its consumers and its producer."""
-    num_inputs = len(Inputs._fields)
-    inputs, scratch = Inputs(*refs[:num_inputs]), Scratch(*refs[num_inputs:])
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < PRODUCER)
     def _consume() -> None:
         plgpu.set_max_registers(plan.config.consumer_registers, action="increase")
         pl.when(warpgroup == 1)(functools.partial(plgpu.barrier_arrive, scratch.turns.at[0]))
-        _visit_tiles(plan, inputs, functools.partial(_attend, plan, inputs, scratch, warpgroup))
-        _clear_padding(plan, inputs, scratch.out[1].at[warpgroup], warpgroup)
+        _visit_tiles(plan, inputs, role, functools.partial(_attend, plan, scratch, role, warpgroup))
+        role.end(warpgroup)
         plgpu.wait_smem_to_gmem(0)
         if plan.is_interpreted:  # which insists that each arrival is seen: a last turn is left that nobody takes
             pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_wait, scratch.turns.at[0]))
@@ -285,10 +300,10 @@ def _program(plan: Plan, *refs: Ref) -> None:
     @pl.when(warpgroup == PRODUCER)
     def _produce() -> None:
         plgpu.set_max_registers(plan.config.producer_registers, action="decrease")
-        _drain(plan, scratch, *_visit_tiles(plan, inputs, functools.partial(_load, plan, inputs, scratch)))
+        _drain(plan, scratch, *_visit_tiles(plan, inputs, role, functools.partial(_load, plan, inputs, scratch)))
 
 
-def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tuple[Array, Array]:
+def _visit_tiles(plan: Plan, inputs: Inputs, role: Role, use: Callable[[Visit], None]) -> tuple[Array, Array]:
     """Calls use for each of the program's tiles. The answer: how many tiles, and how many tiles of keys they had.
 
     From round to round the programs' order is reversed, so that no program has the heavier tile each time.
@@ -300,7 +315,7 @@ def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tu
         return turn * num_programs + jnp.where(turn % 2 == 0, program, num_programs - 1 - program)
 
     def visit(turn: Array, first: Array) -> Array:
-        tile = _tile(plan, inputs, place_in(turn))
+        tile = role.tile_at(place_in(turn))
         use(Visit(tile, turn, first))
         return first + tile.num_key_tiles
 
@@ -312,11 +327,11 @@ def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tu
 def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
     """Neighbouring places are heads over the same queries."""
     index, head_tile = lax.div(place, plan.head_tiles), lax.rem(place, plan.head_tiles)
-    fields = (inputs.tiles[index, field] for field in range(len(Tile._fields) - 1))
-    return Tile._make([*fields, head_tile * plan.heads_per_tile])
+    fields = (inputs.tiles[index, field] for field in range(len(Tile._fields) - 3))
+    return Tile._make([*fields, head_tile * plan.heads_per_tile, jnp.int32(0), index])
 
 
-def _head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Array, Array | int]:
+def head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Array, Array | int]:
     """A consumer's head, and its first token within the tile."""
     if plan.heads_per_tile == NUM_CONSUMERS:
         return tile.head + consumer, 0
@@ -325,7 +340,7 @@ def _head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Arr
 
 def _part_of(plan: Plan, array: Ref, tile: Tile, consumer: Array | int) -> Ref:
     """A consumer's part of q or of the output."""
-    head, offset = _head_and_offset(plan, tile, consumer)
+    head, offset = head_and_offset(plan, tile, consumer)
     return array.at[pl.ds((tile.chunk + offset // CHUNK) * CHUNK, UNIT), head]
 
 
@@ -393,7 +408,7 @@ def _await_place(plan: Plan, empty: Ref, visit: Visit, step: Array) -> Array:
 
 def _first_key(plan: Plan, tile: Tile, step: Array | int) -> Array:
     """Of tile number `step`; number 0 is the last of the sequence."""
-    return (tile.num_key_tiles - 1 - step) * plan.config.tile_keys
+    return tile.first_key + (tile.num_key_tiles - 1 - step) * plan.config.tile_keys
 
 
 def _boxes(plan: Plan, inputs: Inputs, tile: Tile, step: Array) -> list[tuple[Array, Array, Array, Array]]:
@@ -475,18 +490,17 @@ class Unit(NamedTuple):
         return lax.rem(self.visit.first + step, self.plan.config.num_stages)
 
 
-def _attend(plan: Plan, inputs: Inputs, scratch: Scratch, consumer: Array, visit: Visit) -> None:
-    position = visit.tile.position + _head_and_offset(plan, visit.tile, consumer)[1]
-    unit = Unit(plan, scratch, consumer, visit, position)
+def _attend(plan: Plan, scratch: Scratch, role: Role, consumer: Array, visit: Visit) -> None:
+    offset = head_and_offset(plan, visit.tile, consumer)[1] if plan.is_causal else 0
+    unit = Unit(plan, scratch, consumer, visit, visit.tile.position + offset)
     plgpu.barrier_wait(scratch.q_full.at[unit.query_stage])
     accumulator = plgpu.ACC((UNIT, plan.geometry.head_dim), jnp.float32)
-    values, total = pl.run_scoped(functools.partial(_attend_keys, unit), accumulator)
-    values = values * lax.broadcast_in_dim(1.0 / total, values.shape, [0])
-    _store(unit, inputs.out, values.astype(plan.geometry.dtype))
+    values, maximum, total = pl.run_scoped(functools.partial(_attend_keys, unit), accumulator)
+    role.store(unit, values * lax.broadcast_in_dim(1.0 / total, values.shape, [0]), maximum, total)
 
 
-def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array]:
-    """The weighted sum of the values and the sum of the weights. Keys that all queries see need no mask."""
+def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array, Array]:
+    """The weighted sum of the values, the maximum and the total. Keys that all queries see need no mask."""
     num_tiles = unit.tile.num_key_tiles
     num_masked = num_tiles - lax.div(unit.position + 1, unit.plan.config.tile_keys)
     num_masked = jnp.clip(num_masked, 1, num_tiles)
@@ -499,7 +513,7 @@ def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array]:
     _end_turn(unit)
     values = sums[...] if values is None else values
     plgpu.barrier_arrive(unit.scratch.v_empty.at[unit.stage(num_tiles - 1)])
-    return values, state.total
+    return values, state.maximum, state.total
 
 
 def _first_step(unit: Unit) -> Softmax:
@@ -600,7 +614,7 @@ def _mask(unit: Unit, step: Array | int, scores: Array) -> Array:
     query, key = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=LAYOUT) for axis in (0, 1))
     first_key = _first_key(unit.plan, unit.tile, step)
     # A thread's keys are 8 apart: so written, what is compared differs by constants, which take no registers.
-    limit = unit.position - first_key + query - (key & 7)
+    limit = unit.position - first_key + (query if unit.plan.is_causal else 0) - (key & 7)
     return jnp.where((key & ~7) <= limit, scores, -jnp.inf)
 
 
@@ -613,11 +627,11 @@ def _update(unit: Unit, state: Softmax, scores: Array) -> tuple[Softmax, Array]:
     return state._replace(maximum=maximum, total=state.total * decay + jnp.sum(weights, axis=1), weights=weights), decay
 
 
-def _store(unit: Unit, out: Ref, values: Array) -> None:
+def _store(out: Ref, unit: Unit, values: Array, *_: Array) -> None:
     """All 64 queries in one copy; where some are other rows' tokens, the row's own one by one."""
-    plan, tile = unit.plan, unit.tile
+    plan, tile, values = unit.plan, unit.tile, values.astype(unit.plan.geometry.dtype)
     tiled, plain = (part.at[unit.consumer] for part in unit.scratch.out)
-    head, offset = _head_and_offset(plan, tile, unit.consumer)
+    head, offset = head_and_offset(plan, tile, unit.consumer)
     first, end = jnp.maximum(tile.first - offset, 0), jnp.minimum(tile.end - offset, UNIT)
     is_whole = (first == 0) & (end == UNIT)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
@@ -639,19 +653,20 @@ def _store(unit: Unit, out: Ref, values: Array) -> None:
             plgpu.copy_smem_to_gmem(plain.at[pl.ds(query, 1)], out.at[pl.ds(token + query, 1), head])
 
 
-def _clear_padding(plan: Plan, inputs: Inputs, rows: Ref, consumer: Array) -> None:
+def _clear_padding(plan: Plan, inputs: Inputs, out: Ref, scratch: Scratch, consumer: Array) -> None:
     """Zeroes the tokens behind the last row's, each consumer of each program its share of them."""
     num_heads, head_dim = plan.geometry.num_heads, plan.geometry.head_dim
     heads = max(count for count in range(1, UNIT + 1) if num_heads % count == 0)
     first = inputs.starts[inputs.starts.shape[0] - 1] + lax.axis_index("program") * NUM_CONSUMERS + consumer
+    rows = scratch.out[1].at[consumer]
 
-    @pl.when(first < inputs.out.shape[0])
+    @pl.when(first < out.shape[0])
     def _clear() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rows[...] = plgpu.layout_cast(jnp.zeros((UNIT, head_dim), rows.dtype), LAYOUT)
         plgpu.commit_smem()
 
-        @pl.loop(first, inputs.out.shape[0], step=lax.axis_size("program") * NUM_CONSUMERS)
+        @pl.loop(first, out.shape[0], step=lax.axis_size("program") * NUM_CONSUMERS)
         def _token(token: Array) -> None:
             for head in range(0, num_heads, heads):
-                plgpu.copy_smem_to_gmem(rows.at[pl.ds(0, heads)], inputs.out.at[token, pl.ds(head, heads)])
+                plgpu.copy_smem_to_gmem(rows.at[pl.ds(0, heads)], out.at[token, pl.ds(head, heads)])

@@ -5,17 +5,20 @@ layout. Shapes come from a short list of StepShapes, compiled ahead.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxpage.engine.adjustments import BANNED_ALWAYS
 from paxpage.engine.block_pool import NULL_BLOCK
 from paxpage.engine.kv_cache_manager import BlockCopy, KVCacheManager
 from paxpage.engine.request import Request
-from paxpage.engine.sampling_params import MAX_STOP_TOKEN_IDS
+from paxpage.engine.sampling_params import ALL_LOGPROBS, MAX_STOP_TOKEN_IDS
 from paxpage.engine.scheduler import ScheduledBatch, ScheduledRow
 
+PIECE_INTS = 5  # fields of pallas_kernels.paged_attention.cascade.Piece
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 16  # stop tokens and the model's own ends of sequence
 NO_TOKEN = 2**31 - 1  # past every vocabulary: a scatter with mode="drop" leaves it out
 
@@ -26,6 +29,7 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_rows: int
     blocks_per_row: int
+    max_pieces: int = 0  # of shared prefixes; 0: the step takes none
 
     @property
     def is_decode(self) -> bool:
@@ -35,7 +39,15 @@ class StepShape(NamedTuple):
     @property
     def num_ints(self) -> int:
         """Length of the packed array."""
-        return 3 * self.num_tokens + 4 * self.num_rows + 1 + self.num_rows * self.blocks_per_row
+        num_shared = sum(map(math.prod, self.shared_shapes))
+        return 3 * self.num_tokens + 4 * self.num_rows + 1 + num_shared + self.num_rows * self.blocks_per_row
+
+    @property
+    def shared_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the fields of pallas_kernels.paged_attention.cascade.SharedPrefixes; none if the step takes none."""
+        if not self.max_pieces:
+            return ()
+        return (self.max_pieces, PIECE_INTS), (1,), *[(self.num_rows,)] * 4
 
 
 class StepInputs(NamedTuple):
@@ -47,21 +59,35 @@ class StepInputs(NamedTuple):
     query_start_loc: Any  # [num_rows + 1], row r's tokens are query_start_loc[r] .. query_start_loc[r + 1] - 1
     seq_lens: Any  # [num_rows], tokens in the cache once this step has written its own
     logits_indices: Any  # [num_rows], each row's last token in this step
-    row_order: Any  # [num_rows], the rows, those with the longest sequences first
+    row_order: Any  # [num_rows], the rows, those with the most keys of their own first
     block_tables: Any  # [num_rows, blocks_per_row]
 
 
 def unpack(packed: Any, shape: StepShape) -> StepInputs:
     """Slices the packed int32 array (numpy, jax or traced) into its fields."""
-    num_tokens, num_rows, _ = shape
+    num_tokens, num_rows, blocks_per_row, _ = shape
     lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows, num_rows)
     ends = list(itertools.accumulate(lengths))
     fields = [packed[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    return StepInputs._make([*fields, packed[ends[-1] :].reshape(num_rows, -1)])
+    return StepInputs._make([*fields, packed[-num_rows * blocks_per_row :].reshape(num_rows, -1)])
 
 
-def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np.ndarray:
-    """Writes a batch into a packed int32 array of shape.num_ints, padded to shape."""
+def unpack_shared(packed: Any, shape: StepShape) -> list[Any]:
+    """The fields of SharedPrefixes, which stand before the block tables; none if the step takes none."""
+    lengths = list(map(math.prod, shape.shared_shapes))
+    end = shape.num_ints - shape.num_rows * shape.blocks_per_row
+    starts = itertools.accumulate(lengths, initial=end - sum(lengths))
+    parts = zip(starts, lengths, shape.shared_shapes, strict=False)
+    return [packed[start : start + length].reshape(size) for start, length, size in parts]
+
+
+def pack(
+    batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager, shared: Sequence[np.ndarray] | None = None
+) -> np.ndarray:
+    """Writes a batch into a packed int32 array of shape.num_ints, padded to shape.
+
+    shared: SharedPrefixes of the batch, for a shape that takes them.
+    """
     packed = np.empty(shape.num_ints, np.int32)
     inputs = unpack(packed, shape)
     packed[: packed.size - inputs.block_tables.size] = 0
@@ -82,13 +108,21 @@ def pack(batch: ScheduledBatch, shape: StepShape, manager: KVCacheManager) -> np
     inputs.logits_indices[:num_rows] = ends - 1
     if batch.has_forks:
         _place_forks(inputs, batch.rows)
-    inputs.row_order[:] = np.argsort(-inputs.seq_lens, kind="stable")
+    inputs.row_order[:] = np.argsort(_pack_shared(packed, shape, shared) - inputs.seq_lens, kind="stable")
     inputs.positions[:num_tokens] = positions
     inputs.slot_mapping[:num_tokens] = slots_of(inputs.block_tables, rows, positions, manager.block_size)
     if batch.has_scored:
         num_readonly = np.array([request.num_readonly_tokens for request in requests])[rows]
         inputs.slot_mapping[:num_tokens][positions < num_readonly] = NULL_BLOCK * manager.block_size
     return packed
+
+
+def _pack_shared(packed: np.ndarray, shape: StepShape, shared: Sequence[np.ndarray] | None) -> np.ndarray:
+    """Writes shared prefixes, padded with zeros. Returns how many keys each row has in them."""
+    fields = unpack_shared(packed, shape)
+    for field, values in zip(fields, shared or (), strict=shared is not None):
+        field[: len(values)] = values
+    return fields[2] if fields else np.zeros(shape.num_rows, np.int32)
 
 
 def _place_forks(inputs: StepInputs, rows: list[ScheduledRow]) -> None:
@@ -219,6 +253,88 @@ def _pack_params(request: Request) -> np.ndarray:
     return np.concatenate([floats.view(np.int32), words.view(np.int32), suppressed])
 
 
+class AdjustedRows(NamedTuple):
+    """Options of each row, and whether this is a step's first call; float fields travel as the bits of float32."""
+
+    repetition: Any  # float32 [num_rows], 1 is none
+    presence: Any  # float32 [num_rows]
+    frequency: Any  # float32 [num_rows]
+    is_restricted: Any  # int32 [num_rows], 1: only tokens that have an entry may come
+    previous: Any  # int32 [num_rows], row of the step before whose token the host does not know yet; -1: it knows all
+
+
+class AdjustedTokens(NamedTuple):
+    """Entries, each for one token of one row, int32 [num_entries]; NO_TOKEN pads."""
+
+    row: Any
+    token_id: Any
+    bias: Any  # float32
+    count: Any  # 2 * times in the output that the host knows + whether in the prompt
+    ban: Any  # IS_NO_BAN: the fields above count; BANNED_ALWAYS, or the token in flight that bans this one
+
+
+IS_NO_BAN = BANNED_ALWAYS - 1
+MIN_ENTRIES, ENTRIES_PER_ROW = 512, 128
+
+
+def num_entries_of(num_rows: int) -> int:
+    """How many entries one call takes; a step with more makes several calls."""
+    return max(MIN_ENTRIES, ENTRIES_PER_ROW * num_rows)
+
+
+def num_adjusting_ints(num_rows: int) -> int:
+    """Length of each of pack_adjustments' arrays."""
+    return 1 + len(AdjustedRows._fields) * num_rows + len(AdjustedTokens._fields) * num_entries_of(num_rows)
+
+
+def pack_adjustments(rows: list[ScheduledRow], num_rows: int) -> list[np.ndarray]:
+    """Arrays of num_adjusting_ints(num_rows), one for each call of sampler.adjust: int32.
+
+    [whether it is the first call, AdjustedRows, AdjustedTokens]. Bans come after all other entries.
+    """
+    options = np.zeros((len(AdjustedRows._fields), num_rows), np.int32)
+    options[:3].view(np.float32)[0] = 1
+    options[4] = -1
+    indices: list[int] = []
+    parts, bans = [NO_ENTRIES], []
+    for index, row in enumerate(rows):
+        adjustments = row.request.adjustments
+        if adjustments is None or not row.is_sampled:
+            continue
+        options[:4, index] = adjustments.options
+        options[4, index] = row.previous_index
+        indices.append(index)
+        parts.append(adjustments.entries())
+        bans += [(index, *ban) for ban in adjustments.bans(has_pending=row.previous_index >= 0)]
+    entries = _join_entries(indices, parts, bans, num_entries_of(num_rows))
+    return [
+        np.concatenate([[np.int32(place == 0)], options.ravel(), call.ravel()]) for place, call in enumerate(entries)
+    ]
+
+
+NO_ENTRIES = np.zeros((3, 0), np.int32)
+
+
+def _join_entries(
+    indices: list[int], parts: list[np.ndarray], bans: list[tuple[int, int, int]], size: int
+) -> list[np.ndarray]:
+    """AdjustedTokens of each call, int32 [5, size]. parts: an empty one, then that of each row of indices."""
+    num_set = sum(part.shape[1] for part in parts)
+    num_calls = max(1, -(-(num_set + len(bans)) // size))
+    entries = np.full((len(AdjustedTokens._fields), num_calls * size), NO_TOKEN, np.int32)
+    entries[0, :num_set] = np.repeat(np.array(indices, np.int32), [part.shape[1] for part in parts[1:]])
+    np.concatenate(parts, axis=1, out=entries[1:4, :num_set])
+    entries[4, :num_set] = IS_NO_BAN
+    if bans:
+        entries[[0, 1, 4], num_set : num_set + len(bans)] = np.array(bans, np.int32).T
+    return np.split(entries, num_calls, axis=1)
+
+
+def needs_adjusting(rows: list[ScheduledRow]) -> bool:
+    """Whether any row's logits are changed before its token is drawn."""
+    return any(row.request.adjustments is not None for row in rows if row.is_sampled)
+
+
 def needs_sampler(rows: list[ScheduledRow]) -> bool:
     """Whether the most likely token of the raw logits is not all that the batch wants."""
     return any(row.request.needs_sampler for row in rows if row.is_sampled)
@@ -227,3 +343,9 @@ def needs_sampler(rows: list[ScheduledRow]) -> bool:
 def needs_logprobs(rows: list[ScheduledRow]) -> bool:
     """Whether any row wants log-probabilities."""
     return any(row.request.params.logprobs is not None for row in rows if row.is_sampled)
+
+
+def needs_logits(rows: list[ScheduledRow], num_top: int) -> bool:
+    """Whether any row wants more log-probabilities than the num_top that the sampler gives."""
+    wanted = (row.request.params.logprobs for row in rows if row.is_sampled)
+    return any(num is not None and (num == ALL_LOGPROBS or num > num_top) for num in wanted)

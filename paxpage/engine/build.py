@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.paged_attention import cascade
+from pallas_kernels.paged_attention.api import choose_backend
+from pallas_kernels.paged_attention.config import Geometry
 from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine import kv_cache, memory, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.compilation import use_persistent_cache
 from paxpage.engine.engine import Engine
-from paxpage.engine.model_runner import ModelRunner, step_shapes
+from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
+from paxpage.engine.params_check import SAMPLER_LOGPROBS
+from paxpage.engine.sampling_params import ALL_LOGPROBS
 from paxpage.engine.served_model import Loaded, Model, ServedModel, describe
 from paxpage.models import registry
 from paxpage.models.loading import LoadOptions
@@ -129,8 +134,11 @@ def _fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> Sche
 
 def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) -> ModelRunner:
     blocks_per_row = -(-limits.max_model_len // config.block_size)
-    shapes = step_shapes(_platform(), limits.max_num_seqs, limits.max_num_batched_tokens, blocks_per_row)
     dtype = served.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    is_cascading = config.enable_cascade_attention
+    rules = _sharing_rules(served, config.block_size, dtype, limits.max_num_seqs) if is_cascading else None
+    sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, blocks_per_row)
+    shapes = step_shapes(_platform(), *sizes, is_sharing=rules is not None)
     num_blocks = config.num_blocks
     if num_blocks is None:
         temporary_bytes = _temporary_bytes(served, shapes, config.block_size, dtype)
@@ -146,9 +154,21 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
         layout,
         shapes,
         platform=_platform(),
-        max_logprobs=config.max_logprobs,
+        max_logprobs=SAMPLER_LOGPROBS if config.max_logprobs == ALL_LOGPROBS else config.max_logprobs,
         vocab_size=served.vocab_size,
+        sharing_rules=rules,
     )
+
+
+def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seqs: int) -> cascade.Rules | None:
+    """When to read shared prefixes once; None where no kernel can, or the number of query heads is not known."""
+    if served.num_heads is None:
+        return None
+    heads = (served.num_heads, served.spec.num_kv_heads, served.spec.head_dim)
+    geometry = Geometry(*heads, block_size, served.dtype, dtype)
+    fewest_rows = min([*SHARING_BUCKETS[_platform()], max_num_seqs])
+    is_possible = choose_backend(geometry, fewest_rows, is_decode=True) == "mosaic"
+    return cascade.rules_for(geometry) if is_possible else None
 
 
 def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str) -> int:

@@ -14,14 +14,14 @@ import numpy as np
 
 from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine.accounting import IdleMeter, SlotAccount
-from paxpage.engine.batch import MAX_SUPPRESSED
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
+from paxpage.engine.params_check import ParamLimits, check_params, with_bad_word_ids
 from paxpage.engine.prefix_cache import PrefixCache, block_digests, root_digest
 from paxpage.engine.request import FinishReason, PromptDigests, Request, RequestStatus
-from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.sampling_params import ALL_LOGPROBS, SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
 from paxpage.models.generation import GenerationDefaults
 from paxpage.outputs import (
@@ -120,6 +120,12 @@ class Group:
         self.num_unfinished = prepared.params.n
         is_scored = prepared.params.prompt_logprobs is not None
         self.prompt_logprobs: PromptLogprobs | None = [None] * len(prepared.prompt_token_ids) if is_scored else None
+        self._has_given_prompt = False
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """The prompt's log-probabilities for the first who asks."""
+        is_first, self._has_given_prompt = not self._has_given_prompt, True
+        return self.prompt_logprobs if is_first else None
 
     def output(self, now_s: float) -> RequestOutput:
         """Everything so far."""
@@ -169,6 +175,7 @@ class Engine:
         self.model_name = model_name
         self.max_model_len = limits.max_model_len
         self.vocab_size = vocab_size
+        self._param_limits = ParamLimits(vocab_size, config.max_logprobs, generation.eos_token_ids, tokenizer)
         self.runner = runner
         pool = BlockPool(runner.num_blocks)
         cache = PrefixCache(max_evicted=runner.num_blocks) if config.enable_prefix_caching else None
@@ -208,7 +215,8 @@ class Engine:
         if isinstance(prompt, dict) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
         self._check_prompt(token_ids)
-        self._check_params(params)
+        check_params(params, self._param_limits)
+        params = with_bad_word_ids(params, self.tokenizer)
         remaining = self.max_model_len - len(token_ids)
         max_tokens = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         digests = self._digests(token_ids, cache_salt)
@@ -331,23 +339,6 @@ class Engine:
         allowed = f"at most {most} tokens (max_model_len {self.max_model_len}, less one to generate)"
         require(len(token_ids) <= most, "prompt length", len(token_ids), allowed)
 
-    def _check_params(self, params: SamplingParams) -> None:
-        most = self.config.max_logprobs
-        for field in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, field)
-            require((value or 0) <= most, field, value, f"at most max_logprobs ({most})")
-        for token_id in params.stop_token_ids or ():
-            allowed = f"ids below the vocabulary size ({self.vocab_size})"
-            require(token_id < self.vocab_size, "stop_token_ids", token_id, allowed)
-        num_ends = len(self.generation.eos_token_ids) + len(params.stop_token_ids or ())
-        require(
-            num_ends <= MAX_SUPPRESSED, "stop_token_ids", params.stop_token_ids, f"{MAX_SUPPRESSED} with the EOS ids"
-        )
-        needs_text = bool(params.stop_strings)
-        require(
-            self.tokenizer is not None or not needs_text, "stop", params.stop, "nothing: this model has no tokenizer"
-        )
-
     def _make_sample(self, group: Group, index: int) -> Sample:
         prepared = group.prepared
         params = prepared.params.for_child(index)
@@ -460,8 +451,14 @@ class Engine:
             self.scheduler.end_scoring(chunk.request)
 
     def _token_logprobs(self, request: Request, tokens: HostTokens, index: int) -> TokenLogprobs:
+        token_id, num_top = request.token_ids[-1], request.params.logprobs or 0
+        num_top = self.vocab_size if num_top == ALL_LOGPROBS else num_top
         values = (tokens.logprobs, tokens.ranks, tokens.top_token_ids, tokens.top_logprobs)
-        return self._entries(request.token_ids[-1], values, index, request.params.logprobs or 0)
+        assert tokens.top_token_ids is not None, "log-probabilities were asked for"
+        if num_top <= tokens.top_token_ids.shape[1]:
+            return self._entries(token_id, values, index, num_top)
+        assert tokens.logits is not None, "more log-probabilities were asked for than the sampler gives"
+        return self._entries(token_id, describe_on_host(tokens.logits[index], token_id, num_top), 0, num_top)
 
     def _entries(self, token_id: int, arrays: Any, index: int, num_top: int) -> TokenLogprobs:
         """Row index of (logprobs, ranks, top_token_ids, top_logprobs) as the user sees it."""
@@ -489,8 +486,8 @@ class Engine:
         logprobs = sample.logprobs[-num_new:] if sample.logprobs is not None and num_new else None
         new_ids = request.token_ids[-num_new:] if num_new else []
         reason = sample.finish_reason
-        request_id = group.prepared.request_id
-        return CompletionDelta(request_id, sample.index, piece, new_ids, logprobs, reason, request.stop_reason, output)
+        head = (group.prepared.request_id, sample.index, piece, new_ids, logprobs, reason, request.stop_reason)
+        return CompletionDelta(*head, output, group.take_prompt_logprobs())
 
     def _close_sample(self, sample: Sample) -> str:
         """Completes the sample's text, forgets it; returns text that was still held back by an abort."""
@@ -513,6 +510,15 @@ class Engine:
         is_hidden = request.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
         output_ids = request.output_token_ids[: -1 if is_hidden else None]
         return decode_after(self._decode_with(params), sample.group.prepared.prompt_token_ids, output_ids)
+
+
+def describe_on_host(logits: np.ndarray, token_id: int, num_top: int) -> tuple[np.ndarray, ...]:
+    """What sampler.describe gives for one row of logits, with any number of the most likely tokens."""
+    wide = logits.astype(np.float64) - logits.max()
+    logprobs = wide - np.log(np.exp(wide).sum())
+    order = np.argsort(-logprobs, kind="stable")[:num_top]
+    rank = 1 + int((logprobs > logprobs[token_id]).sum())
+    return logprobs[[token_id]], np.array([rank]), order[None], logprobs[order][None]
 
 
 def _prompt_content(prompt: Prompt) -> str | TokenIds:

@@ -54,6 +54,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         num_blocks: int | None = None,
         enable_prefix_caching: bool = True,
+        enable_cascade_attention: bool = False,
         tensor_parallel_size: int = 1,
         load_format: str = "auto",
         async_scheduling: bool | None = None,
@@ -72,6 +73,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            enable_cascade_attention=enable_cascade_attention,
             tensor_parallel_size=tensor_parallel_size,
             load_format=load_format,
             async_scheduling=async_scheduling,
@@ -113,10 +115,12 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Like generate, over conversations put through the tokenizer's chat template.
 
-        messages: one conversation ([{"role": "user", "content": "Hi"}, ...]) or a list of conversations.
+        messages: one conversation ([{"role": "user", "content": "Hi"}, ...]) or a list of conversations. tools:
+        functions that the template may tell the model of, in OpenAI's form.
         """
         tokenizer = self.engine.tokenizer
         require(
@@ -131,6 +135,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
+                    tools=tools,
                 )
             }
             for conversation in conversations

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from pallas_kernels.paged_attention import cascade
 from pallas_kernels.paged_attention.api import choose_backend
 from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
@@ -24,32 +25,44 @@ from paxpage.models.registry import Params
 # 2026-11-30, has a step's time by number of tokens).
 ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 512)}
 TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
+# Rows of decode steps that read shared prefixes once: fewer than ROW_BUCKETS, as what they save outweighs some padding.
+SHARING_BUCKETS = {"cpu": (), "gpu": (32, 64, 128, 192, 256, 512)}
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 
 
-def step_shapes(platform: str, max_num_seqs: int, max_num_batched_tokens: int, blocks_per_row: int) -> list[StepShape]:
+def step_shapes(
+    platform: str, max_num_seqs: int, max_num_batched_tokens: int, blocks_per_row: int, *, is_sharing: bool = False
+) -> list[StepShape]:
     """Every padded size that a step can have, smallest first: decode shapes, then mixed ones.
 
     platform: a key of ROW_BUCKETS. A mixed shape has more tokens than rows, so the two kinds cannot be confused.
+    is_sharing: also decode shapes for batches with shared prefixes.
     """
     rows = [n for n in ROW_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs]
+    sharing = [n for n in SHARING_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs] if is_sharing else []
     most = max(max_num_batched_tokens, max_num_seqs + 1)
     mixed = [(n, max(r for r in rows if r < n)) for n in TOKEN_BUCKETS[platform] if n < most] + [(most, max_num_seqs)]
-    return [StepShape(n, n, blocks_per_row) for n in rows] + [StepShape(*size, blocks_per_row) for size in mixed]
+    decode = [StepShape(n, n, blocks_per_row) for n in rows]
+    decode += [StepShape(n, n, blocks_per_row, cascade.MAX_PIECES) for n in sharing]
+    return decode + [StepShape(*size, blocks_per_row) for size in mixed]
 
 
-def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch) -> StepShape:
+def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch, *, has_shared: bool = False) -> StepShape:
     """The smallest shape that a batch fits in; decode shapes are for batches of one token a row."""
     is_decode, num_tokens, num_rows = batch.is_decode, batch.num_tokens, len(batch.rows)
     return next(
         shape
         for shape in shapes
-        if shape.is_decode == is_decode and shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
+        if (shape.is_decode, shape.max_pieces > 0) == (is_decode, has_shared)
+        and shape.num_tokens >= num_tokens
+        and shape.num_rows >= num_rows
     )
 
 
 COPY = "copy"  # where ModelRunner keeps the compiled step.copy_blocks
+ADJUST = "adjust"  # and, with a number of rows, sampler.adjust
+SCORE, STATES = "score", "states"  # step.score; with a number of tokens, step.states_to_score
 
 
 class Scored(NamedTuple):
@@ -68,6 +81,7 @@ class HostTokens(NamedTuple):
     top_token_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
     scored: list[Scored]
+    logits: np.ndarray | None = None  # of every row, when somebody wants more of them than the sampler describes
 
 
 class Launched(NamedTuple):
@@ -76,6 +90,7 @@ class Launched(NamedTuple):
     token_ids: jax.Array  # int32 [max_rows]
     details: sampler.SampledTokens | None  # when somebody wants log-probabilities
     scored: list[Scored]
+    logits: jax.Array | None = None
 
     def is_running(self) -> bool:
         """Whether the device has not finished it yet; does not wait."""
@@ -99,8 +114,11 @@ class ModelRunner:
         platform: str,
         max_logprobs: int,
         vocab_size: int | None = None,
+        sharing_rules: cascade.Rules | None = None,
     ) -> None:
-        """Nothing is on the device before reset(), beside which warm_up() may run; then set_params()."""
+        """sharing_rules: for shapes with max_pieces; None to look for no shared prefixes.
+
+        Nothing is on the device before reset(), beside which warm_up() may run; then set_params()."""
         self.shapes = list(shapes)
         self.num_blocks = layout.num_blocks
         self.max_rows = max(shape.num_rows for shape in shapes)
@@ -113,6 +131,7 @@ class ModelRunner:
         self._layout = layout
         self._max_logprobs = max_logprobs
         self._known_vocab_size = vocab_size
+        self._sharing_rules = sharing_rules
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._previous: jax.Array | None = None  # the tokens of the last step launched
@@ -120,12 +139,6 @@ class ModelRunner:
     def set_params(self, params: Params) -> None:
         """Takes the params, not copied, in the place of those before."""
         self.params, self._leaves = params, jax.tree.leaves(params)
-
-    @functools.cached_property
-    def _score_jitted(self) -> Callable[..., Any]:
-        """Compiled when a prompt's log-probabilities are first asked for, once for each mixed shape."""
-        num_top = min(self._max_logprobs, self.vocab_size)
-        return jax.jit(functools.partial(step.score, graphdef=self._graphdef, num_top=num_top))
 
     @functools.cached_property
     def attention_backend(self) -> str:
@@ -156,8 +169,25 @@ class ModelRunner:
         for num_rows in sorted({shape.num_rows for shape in self.shapes}):
             for has_logprobs in self._sampler_variants:
                 jobs[num_rows, has_logprobs] = functools.partial(self._compile_sampler, num_rows, has_logprobs)
+            jobs[ADJUST, num_rows] = functools.partial(self._compile_adjust, num_rows)
         jobs[COPY] = functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))
         self._compiled = compile_all(jobs, show_progress)
+        self._compiled |= compile_all(self._scoring_jobs(), show_progress=False)
+
+    def _scoring_jobs(self) -> dict[Any, Callable[[], jax.stages.Compiled]]:
+        """What gives a prompt's log-probabilities: the compiled steps know what hidden states are like."""
+        packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
+        mixed = [shape for shape in self.shapes if not shape.is_decode]
+        hidden = {shape.num_tokens: self._compiled[shape].out_info[0].hidden for shape in mixed}
+        likes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in hidden.values()]
+        states = jax.ShapeDtypeStruct((step.SCORED_PER_CALL, likes[0].shape[1]), likes[0].dtype)
+        score = functools.partial(step.score, graphdef=self._graphdef, num_top=min(self._max_logprobs, self.vocab_size))
+        jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
+            (STATES, like.shape[0]): functools.partial(compile_with, step.states_to_score, like, packed)
+            for like in likes
+        }
+        jobs[SCORE] = functools.partial(compile_with, score, self._abstract_params, states, packed)
+        return jobs
 
     def memory_analysis(self) -> dict[StepShape, Any]:
         """What the compiler says each compiled step takes, by shape."""
@@ -165,41 +195,76 @@ class ModelRunner:
 
     def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
-        shape = choose_shape(self.shapes, batch)
-        packed = batches.pack(batch, shape, manager)
+        shared = self._shared_prefixes(batch, manager)
+        shape = choose_shape(self.shapes, batch, has_shared=shared is not None)
+        packed = batches.pack(batch, shape, manager, shared)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
             self.cache = self._compiled[COPY](self.cache, pairs)
         logits = self._logits.pop(shape.num_rows, None)
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
-        if logits is not None:
-            self._logits[shape.num_rows] = output.logits
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
         launched = Launched(output.token_ids, None, scored)
         if batches.needs_sampler(batch.rows):
-            has_logprobs = batches.needs_logprobs(batch.rows)
-            params = batches.pack_sampling(batch.rows, shape.num_rows)
-            sampler_key = (shape.num_rows, has_logprobs or False not in self._sampler_variants)
-            sampled = self._compiled[sampler_key](output.logits, params)
-            launched = Launched(sampled.token_ids, sampled if has_logprobs else None, scored)
+            launched = self._sample(batch, output.logits, scored)
+        if logits is not None:
+            self._logits[shape.num_rows] = self._next_buffer(output.logits, is_kept=launched.logits is not None)
         self._previous = launched.token_ids
         for array in launched.details or launched[:1]:
             array.copy_to_host_async()
         return launched
+
+    def _sample(self, batch: batches.ScheduledBatch, logits: jax.Array, scored: list[Scored]) -> Launched:
+        """Starts the sampler, and before it what changes the logits that it draws from."""
+        num_rows, has_logprobs = logits.shape[0], batches.needs_logprobs(batch.rows)
+        params = batches.pack_sampling(batch.rows, num_rows)
+        sampler_key = (num_rows, has_logprobs or False not in self._sampler_variants)
+        sampled = self._compiled[sampler_key](logits, self._adjust(batch, logits), params)
+        is_whole = has_logprobs and batches.needs_logits(batch.rows, min(self._max_logprobs, self.vocab_size))
+        details = sampled if has_logprobs else None
+        return Launched(sampled.token_ids, details, scored, logits if is_whole else None)
+
+    def _next_buffer(self, logits: jax.Array, *, is_kept: bool) -> jax.Array:
+        """What the next step of as many rows may write its logits over; others than these while they are wanted."""
+        return jnp.zeros(logits.shape, logits.dtype) if is_kept else logits
+
+    def _adjust(self, batch: batches.ScheduledBatch, logits: jax.Array) -> jax.Array:
+        """The logits to draw from: the same array if no row changes any."""
+        adjusted, num_rows = logits, logits.shape[0]
+        if batches.needs_adjusting(batch.rows):
+            for packed in batches.pack_adjustments(batch.rows, num_rows):
+                adjusted = self._compiled[ADJUST, num_rows](logits, adjusted, packed, self._previous)
+        return adjusted
+
+    def _shared_prefixes(
+        self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager
+    ) -> cascade.SharedPrefixes | None:
+        """Of a decode batch, where reading them once pays."""
+        rules = self._sharing_rules
+        if rules is None or not batch.is_decode:
+            return None
+        table_rows = np.array([row.request.row for row in batch.rows])
+        if not cascade.may_share(manager.block_tables, table_rows, rules):
+            return None
+        seq_lens = np.array([row.start + 1 for row in batch.rows])
+        return cascade.shared_prefixes(manager.block_tables, table_rows, seq_lens, rules)
 
     def fetch(self, launched: Launched) -> HostTokens:
         """Waits for a step's tokens. Raises what the step raised."""
         token_ids = np.asarray(launched.token_ids).tolist()
         details = jax.device_get(launched.details) if launched.details else (None,) * 5
         scored = [part._replace(values=jax.device_get(part.values)) for part in launched.scored]
-        return HostTokens._make([token_ids, *details[1:], scored])
+        logits = None if launched.logits is None else np.asarray(launched.logits)
+        return HostTokens._make([token_ids, *details[1:], scored, logits])
 
     def _scored_chunks(self, batch: batches.ScheduledBatch) -> list[batches.ScoredChunk]:
         return batches.scored_chunks(batch.rows, step.SCORED_PER_CALL) if batch.has_scored else []
 
     def _score(self, chunk: batches.ScoredChunk, hidden: jax.Array | None) -> Scored:
         assert hidden is not None, "a prompt is scored in mixed steps"
-        return Scored(chunk, self._score_jitted(self.params, hidden, batches.pack_scored(chunk, step.SCORED_PER_CALL)))
+        packed = batches.pack_scored(chunk, step.SCORED_PER_CALL)
+        states = self._compiled[STATES, hidden.shape[0]](hidden, packed)
+        return Scored(chunk, self._compiled[SCORE](self.params, states, packed))
 
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
@@ -220,13 +285,26 @@ class ModelRunner:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         packed = jax.ShapeDtypeStruct((num_rows, batches.NUM_SAMPLING_INTS), jnp.int32)
         run = functools.partial(sample_padded, num_top=num_top, max_rows=self.max_rows)
-        return jax.jit(run).lower(logits, packed).compile()
+        return compile_with(run, logits, logits, packed)
+
+    def _compile_adjust(self, num_rows: int) -> jax.stages.Compiled:
+        logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
+        packed = jax.ShapeDtypeStruct((batches.num_adjusting_ints(num_rows),), jnp.int32)
+        previous = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)
+        return compile_with(sampler.adjust, logits, logits, packed, previous)
 
 
-def sample_padded(logits: jax.Array, packed: jax.Array, *, num_top: int | None, max_rows: int) -> sampler.SampledTokens:
+def sample_padded(
+    logits: jax.Array, adjusted: jax.Array, packed: jax.Array, *, num_top: int | None, max_rows: int
+) -> sampler.SampledTokens:
     """sampler.sample, its token_ids padded to the one length that every step takes them in."""
-    tokens = sampler.sample(logits, packed, num_top=num_top)
+    tokens = sampler.sample(logits, adjusted, packed, num_top=num_top)
     return tokens._replace(token_ids=step.pad_rows(tokens.token_ids, max_rows))
+
+
+def compile_with(function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
+    """function, compiled for arguments like these jax.ShapeDtypeStructs."""
+    return jax.jit(function).lower(*likes).compile()
 
 
 def compile_all(

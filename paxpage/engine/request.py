@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from paxpage.engine.adjustments import Adjustments
 from paxpage.engine.sampling_params import SamplingParams
 
 
@@ -46,7 +47,7 @@ class Request:
 
     max_tokens is the resolved limit of new tokens (the context length included), seed the resolved 64-bit seed,
     eos_token_ids the model's own ends of sequence, digests those of the prompt for the prefix cache (made when they are
-    wanted, if not given).
+    wanted, if not given). The params' bad words are token ids.
     """
 
     __slots__ = (
@@ -55,7 +56,7 @@ class Request:
         *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
         *("stop_reason", "packed_params", "needs_sampler", "min_tokens", "root_digest", "block_digests"),
         *("num_cached_blocks", "next_block_end", "num_cached_tokens", "awaited", "leader", "followers"),
-        *("is_scored", "num_readonly_tokens"),
+        *("is_scored", "num_readonly_tokens", "adjustments"),
     )
 
     def __init__(
@@ -89,7 +90,9 @@ class Request:
         self.batch_index = -1  # its row in the last batch that it was part of
         self.min_tokens = params.min_tokens
         # Whether a step's most likely token is not all that the request wants.
-        self.needs_sampler = not params.is_greedy or params.logprobs is not None or params.min_tokens > 0
+        self.adjustments = Adjustments(params, self.token_ids, self.num_prompt_tokens) if params.is_adjusted else None
+        is_plain = params.is_greedy and self.adjustments is None
+        self.needs_sampler = not is_plain or params.logprobs is not None or params.min_tokens > 0
         self.packed_params: Any = None  # the batch builder's, made once
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None

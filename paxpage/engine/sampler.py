@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from paxpage.engine.batch import SamplingInputs
+from paxpage.engine.batch import BANNED_ALWAYS, IS_NO_BAN, NO_TOKEN, AdjustedRows, AdjustedTokens, SamplingInputs
+
+# What a banned token's logit becomes: it is never drawn beside any other, but if all are banned one of them is, and
+# there is no NaN.
+BANNED = -1e30
 
 Logits = Float[Array, "num_rows vocab_size"]
 
@@ -39,18 +43,77 @@ def greedy(logits: Logits) -> Int[Array, " num_rows"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def sample(logits: Logits, packed: Int[Array, "num_rows num_ints"], *, num_top: int | None) -> SampledTokens:
-    """Draws one token a row. num_top: how many of the most likely to report, None for no log-probabilities at all."""
+def sample(
+    logits: Logits, adjusted: Logits, packed: Int[Array, "num_rows num_ints"], *, num_top: int | None
+) -> SampledTokens:
+    """Draws one token a row.
+
+    logits: the model's own, for log-probabilities. adjusted: what is drawn from; the same, or what adjust() gives.
+    num_top: how many of the most likely tokens to report, None for no log-probabilities at all.
+    """
     inputs = unpack_sampling(packed)
-    allowed = suppress(logits, inputs.suppressed)
+    allowed = suppress(adjusted, inputs.suppressed)
     token_ids = jnp.where(inputs.temperature == 0, greedy(allowed), draw(allowed, inputs)).astype(jnp.int32)
     return SampledTokens(token_ids, *describe(logits, token_ids, num_top))
 
 
 def suppress(logits: Logits, token_ids: Int[Array, "num_rows num_ids"]) -> Logits:
-    """Makes the given tokens of each row impossible; ids outside the vocabulary mean nothing."""
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, token_ids].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
+    """Bans the given tokens of each row; ids outside the vocabulary mean nothing."""
+    return ban(logits, jnp.arange(logits.shape[0])[:, None], token_ids)
+
+
+def ban(logits: Logits, rows: Int[Array, "..."], token_ids: Int[Array, "..."]) -> Logits:
+    """Lowers the logits at (rows, token_ids) to BANNED; ids outside the vocabulary mean nothing."""
+    return logits.at[rows, token_ids].min(BANNED, mode="drop", wrap_negative_indices=False)
+
+
+def unpack_adjustments(packed: Int[Array, " num_ints"], num_rows: int) -> tuple[Array, AdjustedRows, AdjustedTokens]:
+    """Whether it is a step's first call, and the fields of batch.pack_adjustments' array."""
+    size = len(AdjustedRows._fields) * num_rows
+    options = packed[1 : 1 + size].reshape(-1, num_rows)
+    entries = packed[1 + size :].reshape(len(AdjustedTokens._fields), -1)
+    floats = jax.lax.bitcast_convert_type(options[:3], jnp.float32)
+    tokens = AdjustedTokens(*entries)
+    biases = jax.lax.bitcast_convert_type(tokens.bias, jnp.float32)
+    return packed[0] == 1, AdjustedRows(*floats, *options[3:]), tokens._replace(bias=biases)
+
+
+def adjust(
+    logits: Logits, adjusted: Logits, packed: Int[Array, " num_ints"], previous: Int[Array, " max_rows"]
+) -> Logits:
+    """Biases, allowed tokens, penalties and bans, for the tokens that batch.pack_adjustments lists.
+
+    adjusted: what the call before gave; in a step's first call the logits themselves. previous: the tokens that the
+    step before sampled. The order is vLLM's: bias first, then the repetition penalty, then frequency and presence.
+    """
+    is_first, rows, tokens = unpack_adjustments(packed, logits.shape[0])
+    pending = jnp.where(rows.previous < 0, BANNED_ALWAYS, previous.at[rows.previous].get(mode="clip"))
+    adjusted = jnp.where((is_first & (rows.is_restricted == 1))[:, None], -jnp.inf, adjusted)
+    in_flight = AdjustedTokens(jnp.arange(len(pending)), pending, 0.0, 2, IS_NO_BAN)
+    # Only where it has no entry: those that have one overwrite this.
+    is_alone = is_first & (rows.is_restricted == 0) & (rows.previous >= 0)
+    adjusted = place(adjusted, in_flight, penalise(logits, rows, in_flight), is_alone)
+    pending_of = pending.at[tokens.row].get(mode="clip")
+    counted = tokens._replace(count=tokens.count + 2 * (tokens.token_id == pending_of))
+    adjusted = place(adjusted, counted, penalise(logits, rows, counted), tokens.ban == IS_NO_BAN)
+    is_banned = (tokens.ban == BANNED_ALWAYS) | (tokens.ban == pending_of)
+    return ban(adjusted, tokens.row, jnp.where(is_banned, tokens.token_id, NO_TOKEN))
+
+
+def place(logits: Logits, tokens: AdjustedTokens, values: Float[Array, " num"], is_set: Bool[Array, " num"]) -> Logits:
+    """Puts values in the places of the tokens for which is_set holds."""
+    token_ids = jnp.where(is_set, tokens.token_id, NO_TOKEN)
+    return logits.at[tokens.row, token_ids].set(values, mode="drop", wrap_negative_indices=False)
+
+
+def penalise(logits: Logits, rows: AdjustedRows, tokens: AdjustedTokens) -> Float[Array, " num_entries"]:
+    """The tokens' logits after bias and penalties."""
+    values = logits.at[tokens.row, tokens.token_id].get(mode="clip") + tokens.bias
+    repetition, presence, frequency = (field.at[tokens.row].get(mode="clip") for field in rows[:3])
+    repeated = jnp.where(values > 0, values / repetition, values * repetition)
+    values = jnp.where(tokens.count > 0, repeated, values)
+    num_outputs = jnp.asarray(tokens.count) >> 1
+    return values - frequency * num_outputs - presence * (num_outputs > 0)
 
 
 def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:

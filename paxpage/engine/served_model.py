@@ -41,6 +41,7 @@ class ServedModel(NamedTuple):
     dtype: str  # of the keys and values, unless the user chooses another
     max_position_embeddings: int
     vocab_size: int | None  # None: to be found by tracing the model
+    num_heads: int | None  # of queries; None: not known
     load: Callable[[], Loaded]
 
 
@@ -80,7 +81,7 @@ def _from_config(
         check_params(config, params)
     module = registry.abstract_model(config, dtype)
     graphdef, abstract_params = registry.split(module)
-    sizes = (config.max_position_embeddings, config.vocab_size)
+    sizes = (config.max_position_embeddings, config.vocab_size, config.num_heads)
     return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, load)
 
 
@@ -93,7 +94,9 @@ def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
     loaded = Loaded(params, tokenizer, GenerationDefaults())
     name = type(module).__name__
-    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, lambda: loaded)
+    return ServedModel(
+        name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, None, lambda: loaded
+    )
 
 
 def _dtype_of(params: Params) -> str:

@@ -9,8 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import kv_cache_write, paged_attention, rope_kv_cache_write
+from pallas_kernels.paged_attention.cascade import SharedPrefixes
 from paxpage.config import require
-from paxpage.engine.batch import StepInputs, StepShape, unpack
+from paxpage.engine.batch import StepInputs, StepShape, unpack, unpack_shared
 from paxpage.engine.kv_cache import KVCache
 from paxpage.engine.sampler import describe, greedy
 from paxpage.models.protocol import Angles
@@ -40,10 +41,13 @@ class StepOutput(NamedTuple):
 class PagedAttend:
     """models.protocol.Attend over a KVCache, for the time of one trace: holds the cache as it is updated."""
 
-    def __init__(self, cache: KVCache, inputs: StepInputs, backend: str | None) -> None:
+    def __init__(
+        self, cache: KVCache, inputs: StepInputs, backend: str | None, shared: SharedPrefixes | None = None
+    ) -> None:
         self.cache = cache
         self._inputs = inputs
         self._backend = backend
+        self._shared = shared
 
     def __call__(
         self,
@@ -87,7 +91,7 @@ class PagedAttend:
         inputs = self._inputs
         rows = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
         attention = functools.partial(paged_attention, layer=layer, scale=scale, backend=self._backend)
-        return attention(q, *self.cache, *rows, row_order=inputs.row_order)
+        return attention(q, *self.cache, *rows, row_order=inputs.row_order, shared=self._shared)
 
     def _check_layer(self, layer: int) -> None:
         # JAX would drop writes past the last layer, and read the last one, without a word.
@@ -119,7 +123,8 @@ def forward(
     with the keyword arguments static and cache donated.
     """
     inputs = unpack(packed, shape)
-    attend = PagedAttend(cache, inputs, backend)
+    shared = SharedPrefixes(*unpack_shared(packed, shape)) if shape.max_pieces else None
+    attend = PagedAttend(cache, inputs, backend, shared)
     model = merge(graphdef, params)
     hidden = model(resolve(inputs.token_ids, previous), inputs.positions, attend)
     last = hidden if shape.is_decode else hidden[inputs.logits_indices]
@@ -128,19 +133,25 @@ def forward(
     return StepOutput(tokens, logits, None if shape.is_decode else hidden), attend.cache
 
 
+def states_to_score(
+    hidden: Float[Array, "num_tokens hidden_size"], packed: Int[Array, " num_ints"]
+) -> Float[Array, "num_scored hidden_size"]:
+    """SCORED_PER_CALL hidden states of a step, from packed[0] on: what score() takes is then of one shape."""
+    return hidden.at[packed[0] + jnp.arange(packed.shape[0] - 1)].get(mode="clip")
+
+
 def score(
     params: Params,
-    hidden: Float[Array, "num_tokens hidden_size"],
+    states: Float[Array, "num_scored hidden_size"],
     packed: Int[Array, " num_ints"],
     *,
     graphdef: nnx.GraphDef,
     num_top: int,
 ) -> tuple[Array, ...]:
-    """Log-probabilities of given tokens after each of SCORED_PER_CALL hidden states of a step.
+    """Log-probabilities of given tokens after each of SCORED_PER_CALL hidden states.
 
-    packed: where the first of them is, then the tokens. Returns what sampler.describe does, a row for each token.
+    packed: where the first of them was, then the tokens. Returns what sampler.describe does, a row for each token.
     """
-    states = hidden.at[packed[0] + jnp.arange(packed.shape[0] - 1)].get(mode="clip")
     logits = merge(graphdef, params).compute_logits(states).astype(jnp.float32)
     return describe(logits, packed[1:], num_top)
 

@@ -3,6 +3,7 @@
 import functools
 import hmac
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -10,17 +11,20 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paxpage.server.chat import create_chat_completion
 from paxpage.server.completions import create_completion
 from paxpage.server.debug import explain_cache
 from paxpage.server.errors import ApiError, error_response
-from paxpage.server.generation import ServerContext
+from paxpage.server.generation import REQUEST_ID_HEADER, ServerContext
 from paxpage.server.http import JSON_TYPE, ClientLeftError
+from paxpage.server.protocol import MAX_REQUEST_ID_LENGTH
 from paxpage.server.responses import ModelCard, ModelList
+from paxpage.server.tokens import detokenize, tokenize
 
 LOGGER = logging.getLogger(__name__)
 ENGINE_STOP_TIMEOUT_S = 2.0
@@ -37,6 +41,8 @@ def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI
         "/v1/chat/completions": ("POST", functools.partial(create_chat_completion, context)),
         "/v1/models": ("GET", functools.partial(list_models, context)),
         "/v1/models/{model_name:path}": ("GET", functools.partial(get_model, context)),
+        "/tokenize": ("POST", functools.partial(tokenize, context)),
+        "/detokenize": ("POST", functools.partial(detokenize, context)),
         "/debug/explain_cache": ("POST", functools.partial(explain_cache, context)),
         "/health": ("GET", functools.partial(get_health, context)),
         "/version": ("GET", get_version),
@@ -47,6 +53,7 @@ def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI
     _add_error_handlers(app)
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -59,22 +66,21 @@ async def _lifespan(context: ServerContext, app: FastAPI) -> AsyncIterator[None]
 
 
 async def list_models(context: ServerContext, request: Request) -> Response:
-    """The one model there is."""
-    models = ModelList(object="list", data=[_model_card(context)])
+    """The one model there is, under each of its names."""
+    models = ModelList(object="list", data=[_model_card(context, name) for name in context.model_names])
     return Response(models.to_json(), media_type=JSON_TYPE)
 
 
 async def get_model(context: ServerContext, request: Request) -> Response:
     """The model of that name."""
     name = request.path_params["model_name"]
-    if name != context.model_name:
-        raise ApiError(404, f"model is {name!r}; this server has {context.model_name!r}", "model")
-    return Response(_model_card(context).to_json(), media_type=JSON_TYPE)
+    context.check_model(name)
+    return Response(_model_card(context, name).to_json(), media_type=JSON_TYPE)
 
 
-def _model_card(context: ServerContext) -> ModelCard:
+def _model_card(context: ServerContext, name: str) -> ModelCard:
     return ModelCard(
-        id=context.model_name,
+        id=name,
         object="model",
         created=context.created_s,
         owned_by="paxpage",
@@ -125,6 +131,39 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "a fault of the server; its log has the details"))
+
+
+class RequestIds:
+    """Every answer has an X-Request-Id: the request's own, or a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on with request.state.request_id, which the route may change; 400 for a header that is no id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER)
+        state = scope.setdefault("state", {})
+        state["request_id"] = given or uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
+            await send(message)
+
+        if given and not _is_request_id(given):
+            state["request_id"] = uuid.uuid4().hex
+            allowed = f"at most {MAX_REQUEST_ID_LENGTH} printable ASCII characters"
+            error = ApiError(400, f"{REQUEST_ID_HEADER} is {given[:40]!r}; allowed: {allowed}", REQUEST_ID_HEADER)
+            await error_response(error)(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+
+def _is_request_id(text: str) -> bool:
+    return len(text) <= MAX_REQUEST_ID_LENGTH and text.isascii() and text.isprintable()
 
 
 class ApiKeyGuard:

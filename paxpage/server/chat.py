@@ -19,6 +19,7 @@ from paxpage.server.generation import (
     make_usage,
     merge_deltas,
     open_stream,
+    truncated,
 )
 from paxpage.server.http import JSON_TYPE, EventStream, read_json_body
 from paxpage.server.logprobs import LogprobFormatter
@@ -40,7 +41,7 @@ async def create_chat_completion(context: ServerContext, http_request: Request) 
     body = await read_json_body(http_request)
     arrival_time_s = time.monotonic()
     request = parse_body(ChatCompletionRequest, body)
-    head = AnswerHead.new("chatcmpl", request, context.model_name)
+    head = AnswerHead.new("chatcmpl", request, context.model_name, http_request)
     prepare = functools.partial(prepare_chat, context, request, head.id)
     prepared, stream = await open_stream(context, request, prepare, arrival_time_s)
     if request.is_stream:
@@ -64,22 +65,25 @@ def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_
         add_generation_prompt=request.has_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         chat_template=context.chat_template,
+        tools=request.tools_for_template,
     )
     prepare = functools.partial(context.engine.prepare, priority=request.priority or 0, cache_salt=request.cache_salt)
-    return [prepare(answer_id, token_ids, params)]
+    return [prepare(answer_id, truncated(context, token_ids, request, params.max_tokens), params)]
 
 
 def whole_chat(
     head: AnswerHead, request: ChatCompletionRequest, output: RequestOutput, formatter: LogprobFormatter
 ) -> ChatCompletion:
     """The answer that is not a stream."""
-    ids: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}
+    more: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}
+    if request.prompt_logprobs is not None:
+        more["prompt_logprobs"] = formatter.prompt(output.prompt_logprobs or [], request.prompt_logprobs)
     return ChatCompletion(
         **head.fields(),
         object="chat.completion",
         choices=[_whole_choice(request, sample, formatter) for sample in output.outputs],
         usage=make_usage(len(output.prompt_token_ids), [output]),
-        **ids,
+        **more,
     )
 
 

@@ -1,9 +1,7 @@
 """What completions and chat completions share: the server's context, usage, merging deltas, collecting outputs."""
 
 import dataclasses
-import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from fastapi import Request
 
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.outputs import CompletionDelta, RequestOutput
+from paxpage.prompts import encode_text
 from paxpage.server.async_engine import AsyncEngine, OutputStream, Prepared, RequestFailure, StepEngine
 from paxpage.server.errors import ApiError, from_value_error
 from paxpage.server.http import until_client_leaves
@@ -18,7 +17,7 @@ from paxpage.server.logprobs import LogprobFormatter
 from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from paxpage.server.responses import CachedTokens, Usage
 
-LOGGER = logging.getLogger(__name__)
+REQUEST_ID_HEADER = "X-Request-Id"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +25,7 @@ class ServerContext:
     """What every route may use.
 
     tokenizer: the model's, or None. logprobs: writes log-probabilities of its tokens.
+    model_name: the model's name in answers; it may be asked for by other_names as well.
     defaults: sampling options of a request that names none.
     has_priorities: whether the scheduler looks at a request's priority.
     """
@@ -41,12 +41,22 @@ class ServerContext:
     has_priorities: bool
     chat_template: str | None
     created_s: int
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name of the model."""
+        return (self.model_name, *self.other_names)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for another model's name."""
+        if name is not None and name not in self.model_names:
+            known = " or ".join(map(repr, self.model_names))
+            raise ApiError(404, f"model is {name!r}; this server has {known}", "model")
 
     def check_request(self, request: CompletionRequest | ChatCompletionRequest) -> None:
         """Raises ApiError 404 for another model's name, ValueError for what this server does not offer."""
-        if request.model not in (None, self.model_name):
-            message = f"model is {request.model!r}; this server has {self.model_name!r}"
-            raise ApiError(404, message, "model")
+        self.check_model(request.model)
         request.check_limits(self.max_logprobs)
         if request.priority and not self.has_priorities:
             raise ValueError(f"priority is {request.priority}; allowed: 0 unless scheduling_policy is priority")
@@ -62,10 +72,7 @@ def sampling_defaults(generation: Any) -> SamplingParams:
     """
     if generation is None:
         return SamplingParams()
-    if generation.repetition_penalty not in (None, 1):
-        message = "generation_config.json asks for repetition_penalty %s; that is not supported yet and left out"
-        LOGGER.warning(message, generation.repetition_penalty)
-    fields = ("temperature", "top_p", "top_k", "min_p")
+    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = {field: getattr(generation, field) for field in fields if getattr(generation, field) is not None}
     return SamplingParams(**given)
 
@@ -79,9 +86,11 @@ class AnswerHead:
     model: str
 
     @classmethod
-    def new(cls, prefix: str, request: GenerationRequest, model_name: str) -> "AnswerHead":
-        """A head with the request's own id, or a new one."""
-        return cls(f"{prefix}-{request.request_id or uuid.uuid4().hex}", int(time.time()), model_name)
+    def new(cls, prefix: str, request: GenerationRequest, model_name: str, http_request: Request) -> "AnswerHead":
+        """A head with the body's request_id, else the header's, else a new one, which the answer's header gets."""
+        request_id = request.request_id or http_request.state.request_id
+        http_request.state.request_id = request_id
+        return cls(f"{prefix}-{request_id}", int(time.time()), model_name)
 
     def fields(self) -> dict[str, Any]:
         """The head as keyword arguments of a response."""
@@ -143,6 +152,19 @@ def make_usage(num_prompt_tokens: int, outputs: Iterable[RequestOutput]) -> Usag
     )
 
 
+def truncated(
+    context: ServerContext, prompt: str | list[int], request: GenerationRequest, max_tokens: int | None
+) -> str | list[int]:
+    """The prompt, or its last tokens as the request's truncate_prompt_tokens says; -1 leaves room for max_tokens."""
+    limit = request.truncate_prompt_tokens
+    if limit is None or (isinstance(prompt, str) and context.tokenizer is None):
+        return prompt
+    if limit == -1:
+        limit = max(context.max_model_len - max(max_tokens or 1, 1), 1)
+    token_ids = encode_text(context.tokenizer, prompt) if isinstance(prompt, str) else prompt
+    return token_ids[-limit:]
+
+
 def count_prompt_tokens(prepared: Sequence[Prepared]) -> int:
     """Tokens of all prompts of one HTTP request."""
     return sum(len(item.prompt_token_ids) for item in prepared)
@@ -160,7 +182,11 @@ def merge_deltas(deltas: Iterable[CompletionDelta]) -> list[CompletionDelta]:
 def _join(first: CompletionDelta, second: CompletionDelta) -> CompletionDelta:
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
     return dataclasses.replace(
-        second, text=first.text + second.text, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs
+        second,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 

@@ -31,7 +31,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         default_model_path() if options.model is None else options.model,
         options.engine,
         tokenizer=options.tokenizer,
-        served_model_name=options.served_model_name,
+        served_model_name=next(iter(options.served_names), None),
     )
     lifecycle = Lifecycle()
     context = make_context(options, engine, lifecycle)
@@ -71,6 +71,7 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         has_priorities=options.engine.scheduling_policy == "priority",
         chat_template=options.chat_template,
         created_s=int(time.time()),
+        other_names=options.served_names[1:],
     )
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from paxpage.outputs import Logprob, TokenLogprobs
-from paxpage.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from paxpage.outputs import PromptLogprobs as PromptEntries
+from paxpage.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from paxpage.server.token_bytes import TokenBytes, count_characters, spell
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -34,6 +42,28 @@ class LogprobFormatter:
             top_logprobs=[self._by_text(entries) for entries in tokens],
         )
 
+    def echo(self, token_ids: Sequence[int], entries: PromptEntries, text: str, num_top: int) -> CompletionLogprobs:
+        """The shape of /v1/completions for a prompt that the answer's text begins with.
+
+        text: the prompt as it is echoed. Its tokens are placed from its end, so that what was generated follows on;
+        those that are no part of it, as a BOS that was added, are at its beginning. num_top: how many of the most
+        likely tokens to show.
+        """
+        first = {token_ids[0]: Logprob(0.0, 1, self._token_bytes.text(token_ids[0]))}
+        tokens = [first, *(_likeliest(entry or {}, num_top) for entry in entries[1:])]
+        shown = self.completion(tokens, len(text) - self.count_characters(tokens))
+        shown.text_offset = [max(offset, 0) for offset in shown.text_offset]
+        shown.token_logprobs[0] = shown.top_logprobs[0] = None
+        return shown
+
+    def prompt(self, entries: PromptEntries, num_top: int) -> PromptLogprobs:
+        """A prompt's log-probabilities by token id: each token with its num_top likeliest candidates."""
+        return [None if each is None else _by_id(_likeliest(each, num_top)) for each in entries]
+
+    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids; none without a tokenizer."""
+        return self._token_bytes.text(*token_ids, skip_special_tokens=skip_special_tokens)
+
     def count_characters(self, tokens: Sequence[TokenLogprobs]) -> int:
         """How much these tokens move the offset of the next."""
         return sum(count_characters(self._bytes(*_chosen(entries))) for entries in tokens)
@@ -59,6 +89,19 @@ class LogprobFormatter:
 
     def _bytes(self, token_id: int, entry: Logprob) -> bytes:
         return self._token_bytes.of(token_id, entry.decoded_token or "")
+
+
+def _likeliest(entries: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    """The first entry, which is the token that stands there, and those of rank num_top or better."""
+    chosen = next(iter(entries), None)
+    return {token_id: entry for token_id, entry in entries.items() if token_id == chosen or entry.rank <= num_top}
+
+
+def _by_id(entries: TokenLogprobs) -> dict[str, PromptLogprob]:
+    return {
+        str(token_id): PromptLogprob(logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token)
+        for token_id, entry in entries.items()
+    }
 
 
 def _chosen(entries: TokenLogprobs) -> tuple[int, Logprob]:

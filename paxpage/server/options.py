@@ -22,7 +22,14 @@ class ServeOptions:
     port: int
     api_key: str | None
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names in the API, the first of them its name in answers; empty when none was given."""
+        return tuple((self.served_model_name or "").split(",")) if self.served_model_name is not None else ()
+
     def __post_init__(self) -> None:
+        is_named = all(name.strip() == name and name for name in self.served_names)
+        require(is_named, "served_model_name", self.served_model_name, "a name, or several separated by commas")
         require(self.generation_config in ("auto", "none"), "generation_config", self.generation_config, "auto, none")
         require_int("port", self.port, 0, 65535)
         if self.max_num_queued_reqs is not None:

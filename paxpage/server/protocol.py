@@ -11,15 +11,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import ErrorDetails
 
 from paxpage.config import require
-from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.sampling_params import ALL_LOGPROBS, SamplingParams
 from paxpage.server.errors import ApiError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
-    *("min_tokens", "include_stop_str_in_output", "skip_special_tokens"),
+    *("min_tokens", "include_stop_str_in_output", "skip_special_tokens", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"),
 )
 MAX_REQUEST_ID_LENGTH = 128
+MAX_ID_DIGITS = 11
 MAX_CACHE_SALT_LENGTH = 256
 
 Prompts = list[str] | list[list[int]]
@@ -83,6 +85,48 @@ def _part_text(part: Any) -> str:
     return part["text"]
 
 
+def parse_logit_bias(value: Any) -> dict[int, float] | None:
+    """Null, or {token id: bias}: JSON spells the ids as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _refuse(value, 'an object of token ids and numbers, as {"50256": -100}')
+    return {_token_id_of(key): _bias_of(key, number) for key, number in value.items()}
+
+
+def _token_id_of(key: Any) -> int:
+    if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < MAX_ID_DIGITS):
+        raise ValueError(f"has the key {reprlib.repr(key)}; allowed: token ids, as in {{'50256': -100}}")
+    return int(key)
+
+
+def _bias_of(key: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"has {reprlib.repr(value)} for {key}; allowed: a number from -100 to 100")
+    return value
+
+
+def parse_bad_words(value: Any) -> list[Any] | None:
+    """Null, or a list of strings and of lists of token ids."""
+    is_list = isinstance(value, list) and all(isinstance(item, str) or _are_token_ids(item) for item in value)
+    if value is None or is_list:
+        return value
+    raise _refuse(value, "a list of strings, or of non-empty lists of token ids")
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Null, or a list of {"type": "function", "function": {"name": ...}}."""
+    if value is None or (isinstance(value, list) and all(_is_tool(item) for item in value)):
+        return value
+    raise _refuse(value, 'a list of {"type": "function", "function": {"name": ..., ...}}')
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return is_named and value.get("type") == "function"
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides the text."""
 
@@ -123,17 +167,17 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)] | None = None
 
-    presence_penalty: Annotated[Any, only(0)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    repetition_penalty: Annotated[Any, only(1)] = None
-    logit_bias: Annotated[Any, only({})] = None
-    allowed_token_ids: Annotated[Any, only()] = None
-    bad_words: Annotated[Any, only([])] = None
-    prompt_logprobs: Annotated[Any, only()] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[Any, PlainValidator(parse_logit_bias)] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[Any, PlainValidator(parse_bad_words)] = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+
     structured_outputs: Annotated[Any, only()] = None
     response_format: Annotated[Any, only({"type": "text"})] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
-    echo: Annotated[Any, only(False)] = None
     best_of: int | None = None
     use_beam_search: Annotated[Any, only(False)] = None
     store: Annotated[Any, only(False)] = None
@@ -146,6 +190,9 @@ class GenerationRequest(BaseModel):
         require(self.best_of in (None, num_samples), "best_of", self.best_of, f"null or n ({num_samples})")
         has_unused_options = self.stream_options is not None and not self.stream
         require(not has_unused_options, "stream_options", "given", "only when stream is true")
+        is_whole = self.prompt_logprobs is None or not self.stream
+        require(is_whole, "prompt_logprobs", self.prompt_logprobs, "null when stream is true")
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "-1 or at least 1")
         return self
 
     @property
@@ -178,6 +225,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[Any, PlainValidator(parse_prompts)]
     logprobs: int | None = None
+    echo: bool | None = None
     suffix: Annotated[Any, only("")] = None
 
     @property
@@ -185,10 +233,36 @@ class CompletionRequest(GenerationRequest):
         """The logprobs field as it is."""
         return self.logprobs
 
+    @property
+    def is_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return bool(self.echo)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the prompt alone is wanted: echo with max_tokens 0. One token is sampled and not shown."""
+        return self.is_echo and self.max_tokens == 0
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """As the base class's; an echo with log-probabilities wants those of the prompt too."""
+        request = self.model_copy(update={"max_tokens": 1}) if self.is_scoring else self
+        params = super(CompletionRequest, request).sampling_params(defaults)
+        if not self.is_echo or self.logprobs is None:
+            return params
+        return dataclasses.replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+
     def check_limits(self, max_logprobs: int) -> None:
         """Raises ValueError when more log-probabilities are asked for than the server gives."""
-        is_allowed = self.logprobs is None or 0 <= self.logprobs <= max_logprobs
-        require(is_allowed, "logprobs", self.logprobs, f"0 to {max_logprobs}")
+        check_num_logprobs("logprobs", self.logprobs, max_logprobs)
+        check_num_logprobs("prompt_logprobs", self.prompt_logprobs, max_logprobs)
+
+
+def check_num_logprobs(field: str, value: int | None, max_logprobs: int) -> None:
+    """Raises ValueError unless value is None or from 0 to max_logprobs (which -1 lets be all that there are)."""
+    if max_logprobs == ALL_LOGPROBS:
+        require(value is None or value >= ALL_LOGPROBS, field, value, "-1 (all tokens), 0 or more")
+    else:
+        require(value is None or 0 <= value <= max_logprobs, field, value, f"0 to {max_logprobs}")
 
 
 class ChatMessage(BaseModel):
@@ -196,20 +270,45 @@ class ChatMessage(BaseModel):
 
     model_config = STRICT
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, PlainValidator(parse_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    content: Annotated[str | None, Field(validate_default=True)] = None
     name: str | None = None
     refusal: Annotated[Any, only()] = None
-    tool_calls: Annotated[Any, only([])] = None
-    tool_call_id: Annotated[Any, only()] = None
     function_call: Annotated[Any, only()] = None
     audio: Annotated[Any, only()] = None
     annotations: Annotated[Any, only([])] = None
 
-    def for_template(self) -> dict[str, str]:
+    @pydantic.field_validator("tool_calls")
+    @classmethod
+    def _only_from_assistants(cls, value: Any, info: Any) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise _refuse(value, "only in an assistant's message")
+        return value
+
+    @pydantic.field_validator("tool_call_id")
+    @classmethod
+    def _only_from_tools(cls, value: Any, info: Any) -> Any:
+        if value is not None and info.data.get("role") != "tool":
+            raise _refuse(value, "only in a tool's message")
+        return value
+
+    @pydantic.field_validator("content", mode="plain")
+    @classmethod
+    def _parse_content(cls, value: Any, info: Any) -> str | None:
+        return None if value is None and info.data.get("tool_calls") else parse_content(value)
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it; "developer" is OpenAI's newer word for "system"."""
         message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
+        return {**message, **{key: value for key, value in more.items() if value is not None}}
+
+
+def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether an assistant turn is opened after the messages: unless told, when the last one is not continued."""
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -222,7 +321,8 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    tools: Annotated[Any, only([])] = None
+    tools: Annotated[Any, PlainValidator(parse_tools)] = None
+    echo: Annotated[Any, only(False)] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
     parallel_tool_calls: Annotated[Any, only(True, False)] = None
     functions: Annotated[Any, only([])] = None
@@ -254,16 +354,17 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def has_generation_prompt(self) -> bool:
         """Whether the template opens an assistant turn after the messages."""
-        return (
-            bool(self.add_generation_prompt)
-            if self.add_generation_prompt is not None
-            else not self.continue_final_message
-        )
+        return opens_turn(self.add_generation_prompt, self.continue_final_message)
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of: none when it may not call any."""
+        return None if self.tool_choice == "none" or not self.tools else self.tools
 
     def check_limits(self, max_logprobs: int) -> None:
         """Raises ValueError when more log-probabilities are asked for than the server gives."""
-        is_allowed = self.top_logprobs is None or 0 <= self.top_logprobs <= max_logprobs
-        require(is_allowed, "top_logprobs", self.top_logprobs, f"0 to {max_logprobs}")
+        check_num_logprobs("top_logprobs", self.top_logprobs, max_logprobs)
+        check_num_logprobs("prompt_logprobs", self.prompt_logprobs, max_logprobs)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """The request's options over the server's defaults; without a limit the rest of the context may be used."""
@@ -271,7 +372,47 @@ class ChatCompletionRequest(GenerationRequest):
         return super().sampling_params(dataclasses.replace(defaults, max_tokens=limit))
 
 
-def parse_body[RequestT: GenerationRequest](kind: type[RequestT], body: bytes) -> RequestT:
+class TokenizeRequest(BaseModel):
+    """The body of /tokenize: a prompt, or messages and how the chat template is to close them."""
+
+    model_config = STRICT
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[Any, PlainValidator(parse_tools)] = None
+    return_token_strs: bool | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_kind(self) -> "TokenizeRequest":
+        is_one = (self.prompt is None) != (self.messages is None)
+        require(is_one, "prompt", self.prompt, "a string, or null beside messages")
+        chat_fields = ("add_generation_prompt", "continue_final_message", "tools")
+        for field in chat_fields if self.messages is None else ("add_special_tokens",):
+            require(getattr(self, field) is None, field, getattr(self, field), "null here: it goes with the other form")
+        is_exclusive = not (self.continue_final_message and self.add_generation_prompt)
+        require(is_exclusive, "continue_final_message", True, "false unless add_generation_prompt is false")
+        return self
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Whether the template opens an assistant turn after the messages."""
+        return opens_turn(self.add_generation_prompt, self.continue_final_message)
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of /detokenize."""
+
+    model_config = STRICT
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse_body[RequestT: BaseModel](kind: type[RequestT], body: bytes) -> RequestT:
     """Reads a JSON body.
 
     Raises:

@@ -29,12 +29,26 @@ class Usage(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Per token: where its text starts, its log-probability, its text, and the most likely tokens at its place."""
+    """Per token: where its text starts, its log-probability, its text, and the most likely tokens at its place.
+
+    A prompt's first token, which nothing precedes, has no log-probabilities.
+    """
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(ResponseModel):
+    """A token at one place of a prompt; rank 1 is the most likely there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the prompt's own token comes first
 
 
 class CompletionChoice(ResponseModel):
@@ -47,6 +61,7 @@ class CompletionChoice(ResponseModel):
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(ResponseModel):
@@ -108,6 +123,7 @@ class ChatCompletion(ResponseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(ResponseModel):
@@ -138,6 +154,21 @@ class ChatChunk(ResponseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class Tokenized(ResponseModel):
+    """The answer of /tokenize. max_model_len is in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(ResponseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
 
 
 class ModelCard(ResponseModel):

@@ -25,6 +25,12 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._is_byte_level = tokenizer is not None and _is_byte_level(tokenizer)
 
+    def text(self, *token_ids: int, skip_special_tokens: bool = False) -> str:
+        """What the tokens decode to together; nothing without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
     def of(self, token_id: int, text: str) -> bytes:
         """The token's bytes; text is what it decodes to alone."""
         if REPLACEMENT not in text or self._tokenizer is None:

@@ -1,13 +1,15 @@
 """Case 21: no temperature overflows, and extremes leave neighbours alone. After NVIDIA/TensorRT-LLM#15715."""
 
+import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paxpage import LLM, CompletionOutput, SamplingParams
 from tests.helpers.engines import assert_idle, complete
-from tests.helpers.oracle import judge_by
+from tests.helpers.oracle import GAPS, judge_by, logits_of, near_ties
 from tests.helpers.shelf import ROOMY, Shelf
 
 PROMPT = list(range(50, 70))
@@ -62,27 +64,63 @@ def test_bad_temperatures_are_refused_by_name(temperature: Any) -> None:
         SamplingParams(temperature=temperature)
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="issue 8: logit_bias")
-def test_a_banned_token_never_comes(shelf: Shelf) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, logit_bias={7: -100.0})
-    assert 7 not in complete(shelf.tiny(), [PROMPT], params)[0].token_ids
+def _params_of(**options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, **options)
 
 
-@pytest.mark.parametrize(("field", "value"), [("presence_penalty", -2.0), ("presence_penalty", 2.0)])
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="issue 8: penalties")
-def test_presence_penalty(shelf: Shelf, field: str, value: float) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, **{field: value})
-    assert len(complete(shelf.tiny(), [PROMPT], params)[0].token_ids) == 16
+ADJUSTED = {
+    "bias": _params_of(logit_bias={7: -100.0}),
+    "presence 2": _params_of(presence_penalty=2.0),
+    "presence -2": _params_of(presence_penalty=-2.0),
+    "frequency": _params_of(frequency_penalty=1.5),
+    "repetition 1e-3": _params_of(repetition_penalty=1e-3),
+    "repetition 1e3": _params_of(repetition_penalty=1e3),
+    "all": _params_of(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, logit_bias={9: 4.0}),
+}
 
 
-@pytest.mark.parametrize("value", [1e-3, 1e3])
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="issue 8: penalties")
-def test_repetition_penalty(shelf: Shelf, value: float) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, repetition_penalty=value)
-    assert len(complete(shelf.tiny(), [PROMPT], params)[0].token_ids) == 16
+def _penalised(logits: np.ndarray, output: list[int], params: SamplingParams) -> np.ndarray:
+    """One step's logits after bias, repetition, frequency and presence penalty, in float64."""
+    out = logits.astype(np.float64)
+    for token_id, value in (params.logit_bias or {}).items():
+        out[token_id] = -np.inf if value == -100 else out[token_id] + value
+    for token_id in {*PROMPT, *output}:
+        out[token_id] = (np.multiply if out[token_id] < 0 else np.divide)(out[token_id], params.repetition_penalty)
+    for token_id in set(output):
+        out[token_id] -= params.presence_penalty + params.frequency_penalty * output.count(token_id)
+    return out
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="issue 8: penalties")
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_penalised_greedy_steps_match_the_reference(shelf: Shelf, name: str) -> None:
+    """Step by step: a token is the best of the reference's logits once those are penalised."""
+    params = ADJUSTED[name]
+    token_ids = complete(shelf.tiny(), [PROMPT], params)[0].token_ids
+    logits = logits_of(shelf.tiny_oracle, [*PROMPT, *token_ids])[len(PROMPT) - 1 : -1]
+    rows = [_penalised(row, token_ids[:index], params) for index, row in enumerate(logits)]
+    # A penalty of 1e-3 makes errors of the logits a thousand times larger, as it does the logits.
+    gap = GAPS["float32"] / min(params.repetition_penalty, 1)
+    assert not list(near_ties(token_ids, np.array(rows), gap)) or gap > GAPS["float32"]
+    assert len(token_ids) == 64
+
+
+def test_the_penalties_change_what_comes(shelf: Shelf) -> None:
+    outputs = complete(shelf.tiny(), [PROMPT] * 8, [_params_of(), *ADJUSTED.values()])
+    assert len({tuple(output.token_ids) for output in outputs}) >= 6
+
+
+def test_penalised_neighbours_equal_their_solo_runs(llm: LLM) -> None:
+    """Beside every temperature and a drawn request whose bias bans a token, which never comes."""
+    banning = dataclasses.replace(NEIGHBOUR, logit_bias={7: -100.0}, max_tokens=64)
+    everybody = [*ADJUSTED.values(), banning]
+    together = complete(llm, [PROMPT] * 8, everybody)
+    for params, output in zip(everybody, together, strict=True):
+        (alone,) = complete(llm, [PROMPT], params)
+        assert alone.token_ids == output.token_ids
+    assert 7 not in together[-1].token_ids and 7 not in together[0].token_ids
+    assert_idle(llm.engine)
+
+
 def test_a_repetition_penalty_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="repetition_penalty is 0"):
         SamplingParams(repetition_penalty=0)

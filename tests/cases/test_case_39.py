@@ -34,6 +34,9 @@ def _params(index: int, *, is_plain: bool) -> SamplingParams:
         {"temperature": 0.0, "logprobs": 5},
         {"temperature": 1.0, "n": 2, "logprobs": 0},
         {"temperature": 0.0, "min_tokens": max_tokens, "stop_token_ids": [3, 4]},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "logprobs": -1},
+        {"temperature": 1.0, "n": 2, "logit_bias": {7: -100.0, 9: 3.0}, "bad_words": [[5], [6, 7]]},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "allowed_token_ids": list(range(40, 200))},
     ]
     options = kinds[0] if is_plain else kinds[index % len(kinds)]
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
@@ -59,7 +62,7 @@ def counter() -> Iterator[CompilationCounter]:
 
 @pytest.fixture(params=BUDGETS)
 def llm(request: pytest.FixtureRequest, shelf: Shelf) -> LLM:
-    return shelf.tiny(Limits(max_num_batched_tokens=request.param))
+    return shelf.tiny(Limits(max_num_batched_tokens=request.param, max_logprobs=-1))
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
@@ -161,10 +164,3 @@ def test_an_engine_that_goes_on_failing_says_so(shelf: Shelf, monkeypatch: pytes
         with pytest.raises(EngineDeadError, match="two steps in a row failed, the last with: injected"):
             tokens(llm, [PROMPT], greedy_params(5))
         assert_idle(llm.engine)
-
-
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="issue 8: penalties and logit_bias")
-def test_later_options_compile_nothing_either(shelf: Shelf, counter: CompilationCounter) -> None:
-    params = SamplingParams(max_tokens=4, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={7: -100.0})
-    shelf.tiny().generate(ids(PROMPT), params, use_tqdm=False)
-    assert counter.num_compilations == 0

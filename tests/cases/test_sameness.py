@@ -31,10 +31,29 @@ NUM_TOKENS = 24
 GREEDY = greedy_params(NUM_TOKENS)
 SEEDED = SamplingParams(temperature=0.8, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True)
 CHOSEN = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=-3, max_tokens=NUM_TOKENS, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0.0,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=-0.2,
+    logit_bias={7: -100.0, 90: 2.0},
+    max_tokens=NUM_TOKENS,
+    ignore_eos=True,
+)
+PATIENT = SamplingParams(  # always one of few tokens, in a new order
+    temperature=1.0,
+    seed=5,
+    frequency_penalty=1.0,
+    allowed_token_ids=range(100, 120),
+    bad_words=[[token_id, token_id + 1] for token_id in range(100, 120)] + [[101, 105, 103], [110]],
+    max_tokens=NUM_TOKENS,
+    ignore_eos=True,
+)
 TIGHT = Limits(max_num_batched_tokens=48, num_blocks=25, max_model_len=None)  # 24 usable blocks hold 384 tokens
 
 IN_FLIGHT = pytest.mark.parametrize("num_in_flight", [0, 1])
-KINDS = pytest.mark.parametrize("params", [GREEDY, SEEDED, CHOSEN], ids=["greedy", "seeded", "chosen"])
+NAMED = {"greedy": GREEDY, "seeded": SEEDED, "chosen": CHOSEN, "penalised": PENALISED, "patient": PATIENT}
+KINDS = pytest.mark.parametrize("params", NAMED.values(), ids=NAMED)
 Samples = list[list[int]]
 Reference = Callable[[list[int], SamplingParams], Samples]
 
@@ -42,10 +61,10 @@ Reference = Callable[[list[int], SamplingParams], Samples]
 @pytest.fixture(scope="module")
 def alone(shelf: Shelf) -> Reference:
     """REF: each sample of a request as a request of its own, alone, without prefix caching; asked for once."""
-    known: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
+    known: dict[tuple[tuple[int, ...], str], list[int]] = {}
 
     def sample(prompt: list[int], params: SamplingParams) -> list[int]:
-        key = tuple(prompt), params
+        key = tuple(prompt), repr(params)
         if key not in known:
             known[key] = tokens_alone(shelf.tiny(UNCACHED), prompt, params)
         return known[key]
@@ -79,7 +98,7 @@ def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams, alone:
 
 def test_the_references_can_show_a_fault(alone: Reference) -> None:
     """Tokens vary along an answer, and change with the first token of the prompt and with the seed."""
-    for params in (GREEDY, SEEDED, CHOSEN):
+    for params in NAMED.values():
         assert len(set(alone(LONG, params)[0])) >= 5
         assert alone([LONG[0] + 1, *LONG[1:]], params) != alone(LONG, params)
     first, second, third = alone(LONG, _with_n(SEEDED, 3))
@@ -178,7 +197,7 @@ def test_preempted(shelf: Shelf, alone: Reference, has_prefix_cache: bool, num_i
     """Greedy and seeded, forked and single, of three beginnings, in a pool for a third of them."""
     llm = shelf.tiny(TIGHT._replace(has_prefix_cache=has_prefix_cache))
     llm.reset_prefix_cache()
-    kinds = (GREEDY, _with_n(SEEDED, 3), CHOSEN, _with_n(CHOSEN, 2))
+    kinds = (GREEDY, _with_n(SEEDED, 3), PENALISED, _with_n(PATIENT, 2))
     long = [dataclasses.replace(params, max_tokens=56) for params in kinds]
     arrivals = {
         str(i): Arrival([*PROMPTS[4 + i % 3][: 30 + 3 * i], 7 * i], long[i % 4], at_step=2 * i) for i in range(10)
@@ -215,7 +234,7 @@ def _random_arrival(source: random.Random) -> Arrival:
     """A beginning of one of two trunks, an ending of its own or none, any kind of sampling."""
     prompt = PROMPTS[source.choice((5, 6))][: source.randint(1, 64)]
     prompt = [*prompt, *(source.randrange(512) for _ in range(source.choice((0, 0, 1, 9, 20))))]
-    kind = source.choice((GREEDY, SEEDED, CHOSEN))
+    kind = source.choice(tuple(NAMED.values()))
     params = dataclasses.replace(kind, n=source.choice((1, 1, 2, 3)), max_tokens=source.randint(1, 90))
     return Arrival(prompt, params, at_step=source.randint(0, 60))
 

@@ -3,7 +3,7 @@
 Run by test_deviceless.py as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH and XLA told
 to dump into FOLDER: XLA reads its flags once, and the CUDA plugin must not be seen by the other tests.
 
-    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS FOLDER
+    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER
 """
 
 import functools
@@ -56,11 +56,12 @@ def thunks(folder: str, name: str) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    num_layers, num_tokens, num_rows = map(int, sys.argv[1:4])
-    compiled, cache_bytes = compile_for_h200(num_layers, StepShape(num_tokens, num_rows, BLOCKS_PER_ROW))
+    num_layers, num_tokens, num_rows, max_pieces = map(int, sys.argv[1:5])
+    shape = StepShape(num_tokens, num_rows, BLOCKS_PER_ROW, max_pieces)
+    compiled, cache_bytes = compile_for_h200(num_layers, shape)
     stats = compiled.memory_analysis()
     assert stats is not None
-    before, after = (thunks(sys.argv[4], f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
+    before, after = (thunks(sys.argv[5], f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
     result = {
         "cache_bytes": cache_bytes,
         "alias_bytes": stats.alias_size_in_bytes,

@@ -20,6 +20,7 @@ class Limits(NamedTuple):
     max_model_len: int | None = 512
     dtype: str = "float32"
     has_prefix_cache: bool = True
+    max_logprobs: int = 20
 
 
 ROOMY = Limits()
@@ -91,5 +92,6 @@ def _build(model: str, limits: Limits) -> LLM:
         num_blocks=limits.num_blocks or num_useful_blocks(limits),
         max_model_len=limits.max_model_len,
         enable_prefix_caching=limits.has_prefix_cache,
+        max_logprobs=limits.max_logprobs,
         show_progress=False,
     )

@@ -45,7 +45,12 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(
-    engine: ScriptedEngine | None = None, *, api_key: str | None = None, tokenizer: Any = None, **limits: Any
+    engine: ScriptedEngine | None = None,
+    *,
+    api_key: str | None = None,
+    tokenizer: Any = None,
+    other_names: tuple[str, ...] = (),
+    **limits: Any,
 ) -> AsyncIterator[Site]:
     engine = engine or ScriptedEngine()
     deaths: list[str] = []
@@ -63,6 +68,7 @@ async def site(
         has_priorities=False,
         chat_template=None,
         created_s=1,
+        other_names=other_names,
     )
     app = create_app(context, api_key=api_key)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -219,6 +225,7 @@ def test_models_version_health_and_metrics() -> None:
             assert models == {"object": "list", "data": [card]}
             assert (await s.client.get("/v1/models/m")).json() == card
             assert list((await s.client.get("/version")).json()) == ["version"]
+            assert (await s.client.get("/v1/models/other")).status_code == 404
             health = await s.client.get("/health")
             assert (health.status_code, health.content) == (200, b"")
             await s.post(PROMPT)
@@ -243,12 +250,38 @@ def test_models_version_health_and_metrics() -> None:
 def test_an_api_key_guards_everything_but_health(headers: dict[str, Any], status: int) -> None:
     async def check() -> None:
         async with site(api_key="secret") as s:
-            for path in ("/v1/models", "/metrics", "/version"):
+            for path in ("/v1/models", "/metrics", "/version", "/tokenize", "/nothing"):
                 response = await s.client.get(path, headers=headers)
-                assert response.status_code == status
+                beyond = {"/tokenize": 405, "/nothing": 404}.get(path, 200)
+                assert response.status_code == (beyond if status == 200 else 401)
                 if status == 401:
                     assert response.json()["error"]["type"] == "AuthenticationError"
             assert (await s.client.get("/health", headers=headers)).status_code == 200
+
+    run(check())
+
+
+def test_a_model_with_several_names_answers_under_the_first() -> None:
+    async def check() -> None:
+        async with site(other_names=("second", "org/third")) as s:
+            cards = (await s.client.get("/v1/models")).json()["data"]
+            assert [card["id"] for card in cards] == ["m", "second", "org/third"]
+            for name in ("m", "second", "org/third"):
+                assert (await s.client.get(f"/v1/models/{name}")).json()["id"] == name
+                assert (await s.post({**PROMPT, "model": name})).json()["model"] == "m"
+            refused = await s.post({**PROMPT, "model": "fourth"})
+            assert refused.status_code == 404
+            assert "'m' or 'second' or 'org/third'" in refused.json()["error"]["message"]
+
+    run(check())
+
+
+def test_texts_and_tokens_without_a_tokenizer() -> None:
+    async def check() -> None:
+        async with site() as s:
+            for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+                response = await s.post(body, path)
+                assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]
 
     run(check())
 

@@ -44,6 +44,11 @@ def test_dashes_and_underscores_are_the_same(spelling: str) -> None:
     assert options(*spelling.split()).engine.max_num_seqs == 7
 
 
+@pytest.mark.parametrize(("value", "names"), [(None, ()), ("a", ("a",)), ("a,b/c", ("a", "b/c"))])
+def test_a_model_may_have_several_names(value: str | None, names: tuple[str, ...]) -> None:
+    assert options(*([] if value is None else [f"--served_model_name={value}"])).served_names == names
+
+
 def test_dashes_in_values_stay() -> None:
     assert options("--served-model-name=a-b", "--model", "x/y-z").served_model_name == "a-b"
 
@@ -77,6 +82,9 @@ def test_flags_default_to_the_engine_s_defaults() -> None:
         ("--max_num_queued_reqs=-1", "max_num_queued_reqs is -1"),
         ("--gpu-memory-utilization=2", "gpu_memory_utilization is 2.0"),
         ("--generation_config=vllm", "generation_config is 'vllm'"),
+        ("--served_model_name=a,,b", "served_model_name is 'a,,b'"),
+        ("--served_model_name=", "served_model_name is ''"),
+        ("--max_logprobs=-2", "max_logprobs is -2"),
         ("--chat_template=/nowhere", "chat_template is '/nowhere'"),
         ("--no-such-flag=1", "no_such_flag"),
         ("model", "--model=model"),

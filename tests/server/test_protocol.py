@@ -7,7 +7,7 @@ import pytest
 
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.server.errors import ApiError
-from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 
 USER = {"role": "user", "content": "x"}
 CHAT = {"messages": [USER]}
@@ -83,21 +83,19 @@ NEUTRAL_VALUES = {
     "frequency_penalty": [None, 0, 0.0],
     "repetition_penalty": [None, 1, 1.0],
     "logit_bias": [None, {}],
+    "bad_words": [None, []],
+    "allowed_token_ids": [None],
+    "prompt_logprobs": [None],
+    "truncate_prompt_tokens": [None],
     "best_of": [None, 1],
     "echo": [None, False],
     "response_format": [None, {"type": "text"}],
     "store": [None, False],
 }
 UNSUPPORTED_VALUES = {
-    "presence_penalty": [0.5, "0", False],
-    "frequency_penalty": [-2],
-    "repetition_penalty": [0, 1.1, True],
-    "logit_bias": [{"5": 1}, {"abc": 1}, []],
-    "echo": [True, 0],
     "response_format": [{"type": "json_object"}],
     "structured_outputs": [{"regex": "a"}],
-    "prompt_logprobs": [1],
-    "truncate_prompt_tokens": [5],
+    "store": [True],
 }
 
 
@@ -115,10 +113,138 @@ def test_options_to_come_are_refused_by_name(make: Any, field: str, value: objec
     assert raised.value.param == field
 
 
-@pytest.mark.parametrize("tools", [[{"type": "function"}], {}])
-def test_tools_are_refused(tools: object) -> None:
+def test_an_echo_is_for_completions_alone() -> None:
+    assert completion(echo=True).is_echo and not completion(echo=False).is_echo
+    with pytest.raises(ApiError, match=r"^echo is True.*not supported"):
+        chat(echo=True)
+
+
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[{"type": "function"}], {}, [5], [{**FUNCTION, "type": "other"}], "weather"])
+def test_faulty_tools_are_refused(tools: object) -> None:
     with pytest.raises(ApiError, match=r"^tools is"):
         chat(tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "expected"), [(None, [FUNCTION]), ("auto", [FUNCTION]), ("none", None), ("required", ApiError)]
+)
+def test_tools_for_the_template(tool_choice: str | None, expected: Any) -> None:
+    if expected is ApiError:
+        with pytest.raises(ApiError, match=r"^tool_choice is 'required'"):
+            chat(tools=[FUNCTION], tool_choice=tool_choice)
+    else:
+        assert chat(tools=[FUNCTION], tool_choice=tool_choice).tools_for_template == expected
+    assert chat(tools=[]).tools_for_template is None
+
+
+def test_tool_calls_and_their_results_for_the_template() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    request = chat(messages=[USER, asked, {"role": "assistant", "tool_calls": [call]}, result])
+    assert [m.for_template() for m in request.messages] == [USER, asked, asked, result]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("logit_bias", [], "logit_bias is"),
+        ("logit_bias", 5, "logit_bias is 5"),
+        *(("logit_bias", {key: 1}, "logit_bias has the key") for key in ("abc", "-1", "1.5", "", " 5", "9" * 20)),
+        *(("logit_bias", {"5": value}, "logit_bias has ") for value in ("x", None, True, [])),
+        ("allowed_token_ids", 5, "allowed_token_ids is 5"),
+        ("allowed_token_ids", ["a"], "allowed_token_ids.0 is 'a'"),
+        ("bad_words", "abc", "bad_words is 'abc'"),
+        ("bad_words", [5], "bad_words is"),
+        ("bad_words", [[]], "bad_words is"),
+        ("presence_penalty", "0", "presence_penalty is '0'"),
+        ("frequency_penalty", False, "frequency_penalty is False"),
+        ("repetition_penalty", [], "repetition_penalty is"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens is 0"),
+        ("truncate_prompt_tokens", -2, "truncate_prompt_tokens is -2"),
+        ("prompt_logprobs", "1", "prompt_logprobs is '1'"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_faulty_options_are_refused_by_name(make: Any, field: str, value: object, named: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        make(**{field: value})
+    assert raised.value.message.startswith(named)
+    assert raised.value.status == 400 and raised.value.param.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"5": 1e30}),
+        ("allowed_token_ids", []),
+        ("bad_words", [""]),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_values_that_sampling_params_refuse_name_the_field(make: Any, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} "):
+        make(**{field: value}).sampling_params(DEFAULTS)
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_the_adjusting_options_are_taken(make: Any) -> None:
+    options = {
+        "presence_penalty": 1,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100, "007": 3.5},
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["a", [5, 6]],
+        "prompt_logprobs": 2,
+    }
+    params = make(**options).sampling_params(DEFAULTS)
+    assert params.logit_bias == {5: -100, 7: 3.5}
+    assert {field: getattr(params, field) for field in options if field != "logit_bias"} == {
+        field: value for field, value in options.items() if field != "logit_bias"
+    }
+
+
+def test_prompt_logprobs_and_echo_want_what_they_need() -> None:
+    assert completion(echo=True, logprobs=3).sampling_params(DEFAULTS).prompt_logprobs == 3
+    assert completion(echo=True, logprobs=1, prompt_logprobs=4).sampling_params(DEFAULTS).prompt_logprobs == 4
+    assert completion(echo=True).sampling_params(DEFAULTS).prompt_logprobs is None
+    assert completion(logprobs=3).sampling_params(DEFAULTS).prompt_logprobs is None
+    with pytest.raises(ApiError, match=r"^prompt_logprobs is 1; allowed: null when stream is true"):
+        completion(prompt_logprobs=1, stream=True)
+    with pytest.raises(ValueError, match=r"^prompt_logprobs is 21; allowed: 0 to 20"):
+        chat(prompt_logprobs=21).check_limits(20)
+
+
+def test_an_echo_of_no_tokens_scores_the_prompt() -> None:
+    request = completion(echo=True, max_tokens=0, logprobs=0)
+    assert request.is_scoring and request.sampling_params(DEFAULTS).max_tokens == 1
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        completion(max_tokens=0).sampling_params(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "a", "other": 1}, "other"),
+    ],
+)
+def test_faulty_bodies_of_tokenize(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse_body(TokenizeRequest, json.dumps(body).encode())
+    assert (raised.value.status, raised.value.param) == (400, param)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +262,9 @@ def test_tools_are_refused(tools: object) -> None:
         ([{"role": "user", "content": []}], "messages.0.content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
         ([{"role": "user", "content": "x", "colour": 1}], "messages.0.colour"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [5]}], "messages.0.tool_calls.0"),
+        ([{"role": "user", "content": "x", "tool_call_id": "1"}], "messages.0.tool_call_id"),
     ],
 )
 def test_faulty_messages_are_refused_by_name(messages: object, param: str) -> None:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,6 @@ import pytest
 from tests.server.process import ServerProcess
 from tests.server.tiny import MAX_MODEL_LEN, VOCAB_SIZE, make_tokenizer
 
-PENALTIES = "issue 8: penalties"
-LOGIT_BIAS = "issue 8: logit_bias"
 HELLO = [{"role": "user", "content": "Hi"}]
 SEEDED = {"prompt": list(range(50, 60)), "temperature": 0.8, "seed": 42, "max_tokens": 16, "ignore_eos": True}
 
@@ -141,6 +140,37 @@ def test_forms_of_a_conversation(tiny: ServerProcess, tokenizer: Any) -> None:
     assert prompt_ids(ended) == render(add_generation_prompt=True)
     assert prompt_ids(ended, add_generation_prompt=False) == render()
     assert prompt_ids(ended, continue_final_message=True) == render(continue_final_message=True)
+
+
+def test_each_eos_that_is_forced_ends_a_request(tiny: ServerProcess, tiny_dir: Path) -> None:
+    for eos_id in json.loads((tiny_dir / "generation_config.json").read_text())["eos_token_id"]:
+        body = {"prompt": [60], "max_tokens": 9, "logit_bias": {str(eos_id): 100}, "return_token_ids": True}
+        (choice,) = tiny.post("completions", body).json()["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([eos_id], "stop")
+
+
+def test_tools_reach_the_template(tiny: ServerProcess) -> None:
+    """And calls and their results, which the model is shown as what they mean."""
+
+    def text_of(tokens: list[int]) -> str:
+        return tiny.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "sunny"}]}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    said = "<|user|>Hi\n<|assistant|>weather(Rome)\n<|tool|>sunny\n<|assistant|>"
+    body = {"messages": messages, "max_tokens": 1, "tools": tools, "return_token_ids": True}
+    for fields, shown in (({}, "weather|"), ({"tool_choice": "auto"}, "weather|"), ({"tool_choice": "none"}, "")):
+        answer = tiny.post("chat/completions", body | fields).json()
+        assert text_of(answer["prompt_token_ids"]) == f"<s>{shown}{said}"
+    tokens = tiny.client.post("/tokenize", json={"messages": messages, "tools": tools}).json()["tokens"]
+    assert text_of(tokens) == f"<s>weather|{said}"
+    for bad in ("{", "5", '["city"]'):
+        broken = {**call, "function": {"name": "weather", "arguments": bad}}
+        asked = [*HELLO, {"role": "assistant", "tool_calls": [broken]}]
+        check_refused(tiny.post("chat/completions", {"messages": asked}), "tool_calls")
+    check_refused(tiny.post("chat/completions", body | {"tool_choice": "required"}), "tool_choice")
 
 
 def test_each_eos_of_the_generation_config_ends_a_request(tiny: ServerProcess, tiny_dir: Path) -> None:
@@ -269,11 +299,27 @@ def test_bad_temperatures_are_400(tiny: ServerProcess, temperature: str) -> None
     assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
 
 
-@pytest.mark.xfail(reason=PENALTIES, strict=True)
 def test_penalties_are_taken(tiny: ServerProcess) -> None:
-    body = {"prompt": [60], "max_tokens": 4, "temperature": 0}
-    for fields in ({"repetition_penalty": 1e3}, {"presence_penalty": -2}, {"presence_penalty": 2}):
-        assert tiny.post("completions", {**body, **fields}).status_code == 200
+    body = {"prompt": [60], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    plain = token_ids(tiny, **body)[0]
+    assert len(set(plain)) < 24, "nothing is repeated that could be penalised"
+    fields = ({"repetition_penalty": 1e3}, {"presence_penalty": 2}, {"frequency_penalty": 2}, {"presence_penalty": -2})
+    answers = [token_ids(tiny, **body, **each)[0] for each in fields]
+    assert all(answer != plain for answer in answers[:3])
+    assert len(set(answers[0])) == 24
+    together = at_once([functools.partial(token_ids, tiny, **body, **each) for each in fields])
+    assert [ids[0] for ids in together] == answers
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+    assert token_ids(tiny, **body, **neutral)[0] == plain
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("repetition_penalty", 0), ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("presence_penalty", True)],
+)
+def test_bad_penalties_are_400(tiny: ServerProcess, field: str, value: Any) -> None:
+    response = tiny.post("completions", {"prompt": [60], "max_tokens": 2, field: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 # Case 23: token ids out of range, and what comes beside a running stream
@@ -300,9 +346,174 @@ def test_illegal_logit_biases_are_400_beside_a_running_stream(tiny: ServerProces
     tiny.check_alive()
 
 
-@pytest.mark.xfail(reason=LOGIT_BIAS, strict=True)
 def test_logit_bias_forces_and_bans(tiny: ServerProcess) -> None:
-    assert set(token_ids(tiny, prompt=[60], max_tokens=4, logit_bias={"26": 100})[0]) == {26}
+    """At the vocabulary's edge too, and with very many entries."""
+    body = {"prompt": [60], "max_tokens": 8, "ignore_eos": True}
+    for token_id in (0, 26, VOCAB_SIZE - 1):
+        assert set(token_ids(tiny, **body, logit_bias={str(token_id): 100})[0]) == {token_id}
+    only = {str(token_id): -100 for token_id in range(VOCAB_SIZE) if token_id != 26}
+    assert set(token_ids(tiny, **body, temperature=1e6, logit_bias=only)[0]) == {26}
+    assert tiny.post("completions", {**body, "logit_bias": only | {"26": -100}}).status_code == 400
+    greedy = {**body, "temperature": 0}
+    plain = token_ids(tiny, **greedy)[0]
+    banned = token_ids(tiny, **greedy, logit_bias={str(plain[0]): -100})[0]
+    assert plain[0] not in banned
+
+
+def test_allowed_tokens_and_bad_words(tiny: ServerProcess) -> None:
+    body = {"prompt": [60], "max_tokens": 12, "ignore_eos": True}
+    assert set(token_ids(tiny, **body, allowed_token_ids=[26, 27], seed=1)[0]) == {26, 27}
+    alternating = token_ids(tiny, **body, allowed_token_ids=[26, 27], bad_words=[[26, 26], [27, 27]])[0]
+    assert all(first != second for first, second in itertools.pairwise(alternating))
+    for fields in ({"allowed_token_ids": []}, {"allowed_token_ids": [VOCAB_SIZE]}, {"bad_words": [[VOCAB_SIZE]]}):
+        response = tiny.post("completions", {**body, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+# The prompt in the answer: echo, prompt_logprobs, truncation
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_is_the_prompt_and_its_log_probabilities(
+    tiny: ServerProcess, tokenizer: Any, n: int, is_text: bool
+) -> None:
+    prompt = "Blue kettle, seven doors"
+    ids = tokenizer.encode(prompt)
+    body = {
+        "prompt": [prompt if is_text else ids] * 2,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "seed": 3,
+        "n": n,
+        "logprobs": 2,
+    }
+    plain = tiny.post("completions", body).json()["choices"]
+    echoed = tiny.post("completions", {**body, "echo": True}).json()["choices"]
+    streamed = {index: {"text": "", "logprobs": {}} for index in range(2 * n)}
+    for chunk in list(tiny.stream("completions", {**body, "echo": True}))[:-1]:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]]["text"] += choice["text"]
+        for key, values in choice["logprobs"].items():
+            streamed[choice["index"]]["logprobs"].setdefault(key, []).extend(values)
+    for place, (before, after) in enumerate(zip(plain, echoed, strict=True)):
+        logprobs = after["logprobs"]
+        assert after["text"] == prompt + before["text"]
+        assert streamed[place] == {"text": after["text"], "logprobs": logprobs}
+        assert [logprobs[key][0] for key in ("tokens", "token_logprobs", "top_logprobs")] == ["<s>", None, None]
+        assert {len(values) for values in logprobs.values()} == {len(ids) + 4}
+        assert logprobs["text_offset"][:2] == [0, 0] and logprobs["text_offset"][len(ids)] == len(prompt)
+        assert logprobs["tokens"][len(ids) :] == before["logprobs"]["tokens"]
+        assert logprobs["token_logprobs"][len(ids) :] == before["logprobs"]["token_logprobs"]
+        assert "".join(logprobs["tokens"][1 : len(ids)]) == prompt
+        assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
+
+
+def test_an_echo_of_no_new_tokens_scores_a_prompt(tiny: ServerProcess, reference: Any) -> None:
+    import torch
+
+    prompt = [60, 61, 62, 63]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(reference(torch.tensor([prompt])).logits[0].double(), dim=-1)
+    expected = [logprobs[i, prompt[i + 1]].item() for i in range(3)]
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = tiny.post("completions", body).json()
+    (choice,) = answer["choices"]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)
+    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
+    chunks = list(tiny.stream("completions", {**body, "stream_options": {"include_usage": True}}))
+    assert joined(chunks[:-1]) == choice["text"] and chunks[-2]["usage"] == answer["usage"]
+    assert tiny.post("completions", {**body, "echo": False}).status_code == 400
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_prompt_logprobs(tiny: ServerProcess, tokenizer: Any, route: str) -> None:
+    form = {"prompt": "the river"} if route == "completions" else {"messages": HELLO}
+    body = {**form, "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True}
+    answer = tiny.post(route, body).json()
+    holder = answer["choices"][0] if route == "completions" else answer
+    ids, entries = holder["prompt_token_ids"], holder["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == len(ids) > 2
+    for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+        assert next(iter(entry)) == str(token_id) and 2 <= len(entry) <= 3
+        assert set(entry[str(token_id)]) == {"logprob", "rank", "decoded_token"}
+        assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
+        assert all(other["rank"] <= 2 for key, other in entry.items() if key != str(token_id))
+    for fields in ({"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}):
+        response = tiny.post(route, {**body, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_prompts_are_truncated_from_their_beginning(tiny: ServerProcess, tokenizer: Any) -> None:
+    def prompt_ids(**body: Any) -> list[int]:
+        route = "chat/completions" if "messages" in body else "completions"
+        answer = tiny.post(route, {"max_tokens": 3, "return_token_ids": True, **body}).json()
+        return (answer if "messages" in body else answer["choices"][0])["prompt_token_ids"]
+
+    text = "The blue kettle stands on the stove"
+    ids = tokenizer.encode(text)
+    assert prompt_ids(prompt=text, truncate_prompt_tokens=4) == ids[-4:]
+    assert prompt_ids(prompt=ids, truncate_prompt_tokens=2) == ids[-2:]
+    assert prompt_ids(prompt=text, truncate_prompt_tokens=1000) == ids
+    long = [60 + i % 90 for i in range(MAX_MODEL_LEN + 100)]
+    ending = {"logit_bias": {"5": 100}, "stop_token_ids": [5]}  # at once, whatever max_tokens would allow
+    roomy = {"max_tokens": MAX_MODEL_LEN - 50, "truncate_prompt_tokens": -1}
+    assert prompt_ids(prompt=long, **roomy, **ending) == long[-50:]
+    whole = prompt_ids(messages=HELLO)
+    assert prompt_ids(messages=HELLO, truncate_prompt_tokens=3) == whole[-3:]
+    echoed = tiny.post("completions", {"prompt": text, "truncate_prompt_tokens": 4, "echo": True, "max_tokens": 1})
+    assert echoed.json()["choices"][0]["text"].startswith(tokenizer.decode(ids[-4:]))
+
+
+# Tokens and texts
+
+
+def test_tokenize_and_detokenize(tiny: ServerProcess, tokenizer: Any) -> None:
+    def post(path: str, body: dict[str, Any]) -> httpx.Response:
+        return tiny.client.post(path, json=body)
+
+    text = "The blue kettle, naïve 世界"
+    ids = tokenizer.encode(text)
+    answer = post("/tokenize", {"model": "TINY", "prompt": text, "return_token_strs": True}).json()
+    expected = {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
+    assert answer == {**expected, "token_strs": tokenizer.convert_ids_to_tokens(ids)}
+    assert post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] == ids[1:]
+    assert post("/detokenize", {"tokens": ids}).json() == {"prompt": "<s>" + text}
+    assert post("/detokenize", {"tokens": ids[1:]}).json() == {"prompt": text}
+    chat = tiny.post("chat/completions", {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}).json()
+    assert post("/tokenize", {"messages": HELLO}).json()["tokens"] == chat["prompt_token_ids"]
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, None),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+    ):
+        response = tiny.client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        check_refused(response)
+        assert response.json()["error"]["param"] == param
+
+
+def test_request_ids_come_back(tiny: ServerProcess) -> None:
+    body = {"prompt": [60], "max_tokens": 1}
+    for fields, headers, expected in (
+        ({}, {"X-Request-Id": "from-header"}, "from-header"),
+        ({"request_id": "from-body"}, {}, "from-body"),
+        ({"request_id": "from-body"}, {"X-Request-Id": "from-header"}, "from-body"),
+    ):
+        for stream in (False, True):
+            response = tiny.client.post("/v1/completions", json={**body, **fields, "stream": stream}, headers=headers)
+            assert response.headers["x-request-id"] == expected
+            assert f'"id":"cmpl-{expected}"' in response.text
+    answers = [tiny.post("completions", body) for _ in range(2)]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 2 and {answer.json()["id"].removeprefix("cmpl-") for answer in answers} == ids
+    assert tiny.client.get("/v1/nothing", headers={"X-Request-Id": "q"}).headers["x-request-id"] == "q"
+    for bad in ("x" * 129, b"\xe9"):
+        response = tiny.client.post("/v1/completions", json=body, headers={"X-Request-Id": bad})
+        check_refused(response, "X-Request-Id")
 
 
 # Case 27: malformed input
@@ -316,7 +527,7 @@ BAD_FIELDS = [
     *({"top_p": value} for value in (0, 2, "1")),
     *({"top_k": value} for value in (-2, 1.5)),
     *({"logit_bias": value} for value in ({"abc": 1}, {"999999": 1})),
-    *({"min_p": 2}, {"seed": "x"}, {"best_of": 3}, {"no_such_field": 1}, {"temperature": []}, {"echo": True}),
+    *({"min_p": 2}, {"seed": "x"}, {"best_of": 3}, {"no_such_field": 1}, {"temperature": []}, {"echo": 5}),
     *({"stop_token_ids": value} for value in ([-1], [VOCAB_SIZE], "5")),
     *({"min_tokens": 9, "max_tokens": 5}, {"priority": 1}),
 ]
@@ -416,7 +627,7 @@ def test_the_openai_client(tiny: ServerProcess) -> None:
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError) as raised:
-            client.chat.completions.create(model="TINY", messages=HELLO, frequency_penalty=0.5)
+            client.chat.completions.create(model="TINY", messages=HELLO, frequency_penalty=2.5)
         assert raised.value.param == "frequency_penalty"
 
 
@@ -441,6 +652,8 @@ def test_nothing_compiles_after_the_warm_up(tiny: ServerProcess, number: int) ->
         {"temperature": 0, "logprobs": 5},
         {"n": 2},
         {"top_k": 5, "seed": 1},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {"7": -100, "9": 2}},
+        {"temperature": 0, "presence_penalty": 1, "bad_words": ["the", [5, 6]], "n": 2},
     )
     bodies = [
         {

@@ -8,7 +8,10 @@ VOCAB_SIZE = 512
 MAX_MODEL_LEN = 8192
 BOS, EOS = "<s>", "</s>"
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}|{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TRAINING_TEXT = (

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from paxpage.models.embedded import default_model_path
 from paxpage.models.gguf_files import open_gguf
 from paxpage.models.gguf_tokenizer import gguf_tokenizer
-from paxpage.prompts import ROLES, encode_text, render_chat
+from paxpage.prompts import ROLES, encode_plain, encode_text, render_chat
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -169,3 +169,33 @@ def test_other_messages_are_refused_by_name(messages: list, words: str, with_bos
 def test_a_template_that_fails_is_a_value_error(template: str, with_bos: Any) -> None:
     with pytest.raises(ValueError, match="messages do not fit the chat template"):
         render_chat(with_bos, HI, chat_template=template)
+
+
+def test_tools_and_calls_reach_the_template(with_bos: Any) -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}|{% endfor %}{% for m in messages %}[{{ m.role }}]"
+        "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    for arguments in ('{"city": "Rome"}', {"city": "Rome"}):
+        call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        token_ids = render_chat(with_bos, messages, chat_template=template, tools=tools)
+        assert with_bos.decode(token_ids) == "weather|[user]Hi[assistant]Rome"
+        assert with_bos.decode(render_chat(with_bos, messages, chat_template=template)) == "[user]Hi[assistant]Rome"
+        assert messages[1]["content"] is None and call["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    "call", [5, {}, {"function": {}}, *({"function": {"name": "f", "arguments": a}} for a in ("{", "5", [1]))]
+)
+def test_tool_calls_of_another_form_are_refused(call: Any, with_bos: Any) -> None:
+    with pytest.raises(ValueError, match=r"messages\[1\]\.tool_calls is .*; allowed: "):
+        render_chat(with_bos, [*HI, {"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("text", ["Hi", "<s>Hi", ""])
+def test_a_text_and_nothing_else(text: str, with_bos: Any) -> None:
+    assert encode_plain(with_bos, "bad_words", text) == plain(with_bos, text)
+    with pytest.raises(ValueError, match=r"^bad_words is not valid Unicode"):
+        encode_plain(with_bos, "bad_words", "\ud800")

@@ -103,7 +103,7 @@ def sample(logits: np.ndarray, rows: list[ScheduledRow], num_top: int | None = N
     num_rows = max(NUM_ROWS, len(rows))
     padded = np.zeros((num_rows, logits.shape[1]), np.float32)
     padded[: len(rows)] = logits
-    return compiled_sample(num_top)(jnp.asarray(padded), pack_sampling(rows, num_rows))
+    return compiled_sample(num_top)(jnp.asarray(padded), jnp.asarray(padded), pack_sampling(rows, num_rows))
 
 
 def sampled_ids(logits: np.ndarray, rows: list[ScheduledRow]) -> list[int]:
@@ -348,7 +348,7 @@ def test_suppression_is_exact() -> None:
     logits = random_logits(3)
     ids = np.array([[0, 39, NO_TOKEN], [5, 5, 40], [NO_TOKEN, NO_TOKEN, NO_TOKEN]], np.int32)
     expected = logits.copy()
-    expected[0, [0, 39]] = expected[1, 5] = -np.inf
+    expected[0, [0, 39]] = expected[1, 5] = sampler.BANNED
     assert np.array_equal(np.asarray(sampler.suppress(jnp.asarray(logits), jnp.asarray(ids))), expected)
 
 

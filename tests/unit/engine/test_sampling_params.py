@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from paxpage.engine import sampling_params
-from paxpage.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from paxpage.engine.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 NOT_NUMBERS = ("1", None, True, [], {}, 1j)
 NOT_INTS = (*NOT_NUMBERS, 1.5, 1.0, math.nan, math.inf)
+AS_MANY_WORDS = (["a"] * (MAX_BAD_WORDS // 2), [[1]] * MAX_BAD_WORDS)
+TOO_MANY_WORDS = tuple([*words, *words[:1]] for words in AS_MANY_WORDS)
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (*NOT_INTS, 0, -1, 129),
     "temperature": (*NOT_NUMBERS, "hot", -0.1, math.nan, math.inf, -math.inf, 1.1e6, 1e9),
@@ -20,10 +22,27 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "seed": ("7", True, 1.5, math.nan, 2**63, -(2**63) - 1),
     "max_tokens": ("5", True, 1.5, math.inf, 0, -1),
     "min_tokens": (*NOT_INTS, -1, 17),
-    "logprobs": ("2", True, 1.5, -1),
+    "logprobs": ("2", True, 1.5, -2),
     "prompt_logprobs": ("2", True, 1.5, -1),
     "stop": (5, "", [""], ["a", ""], ["a", 5], [None], {"a": 1}, True),
     "stop_token_ids": (5, "12", ["1"], [1.0], [True], [-1], {1, 2}, [1] * (MAX_STOP_TOKEN_IDS + 1)),
+    "presence_penalty": (*NOT_NUMBERS, -2.1, 2.1, math.nan),
+    "frequency_penalty": (*NOT_NUMBERS, -2.1, 2.1, math.inf),
+    "repetition_penalty": (*NOT_NUMBERS, 0, -1, 1e-7, 1e7, math.nan),
+    "allowed_token_ids": (5, "12", [], ["1"], [1.0], [True], [-1], {1, 2}),
+    "bad_words": (
+        5,
+        "abc",
+        [""],
+        [[]],
+        ["a", 5],
+        [None],
+        [[-1]],
+        [["a"]],
+        [[1.5]],
+        ["a"] * (MAX_BAD_WORDS // 2 + 1),
+        [[1]] * (MAX_BAD_WORDS + 1),
+    ),
     "ignore_eos": (1, 0, "yes", None),
     "include_stop_str_in_output": (1, "no", None),
     "detokenize": (0, "yes", None),
@@ -51,7 +70,24 @@ def test_a_bad_value_is_refused_by_name(unchecked: Any, field: str, value: Any) 
 
 @pytest.mark.parametrize("field", list(SamplingParams.__dataclass_fields__))
 def test_no_option_goes_untested(field: str) -> None:
-    assert field in BAD_VALUES
+    assert field in BAD_VALUES or field == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        *((value, "logit_bias is ") for value in (5, "ab", [1], [])),
+        ({"abc": 1}, "logit_bias key is 'abc'"),
+        ({"5": 1}, "logit_bias key is '5'"),
+        ({-1: 1}, "logit_bias key is -1"),
+        ({1.0: 1}, r"logit_bias key is 1\.0"),
+        ({True: 1}, "logit_bias key is True"),
+        *(({5: value}, "logit_bias of 5 is ") for value in (*NOT_NUMBERS, 1e30, 100.1, -101, math.nan)),
+    ],
+)
+def test_a_bad_bias_is_refused_by_its_key(unchecked: Any, value: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{named}.*; allowed: .+"):
+        unchecked(logit_bias=value)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +101,16 @@ def test_no_option_goes_untested(field: str) -> None:
         ("seed", (None, 0, -1, 2**31, 2**63 - 1, -(2**63))),
         ("max_tokens", (None, 1, 10**9)),
         ("min_tokens", (0, 16)),
-        ("logprobs", (None, 0, 20)),
+        ("logprobs", (None, -1, 0, 20)),
+        ("presence_penalty", (-2, 0, 0.5, 2)),
+        ("frequency_penalty", (-2, 0, 0.5, 2)),
+        ("repetition_penalty", (1e-6, 1e-3, 1, 1e3, 1e6)),
+        ("logit_bias", (None, {}, {0: 1, 7: -100.0}, dict.fromkeys(range(2000), 100))),
+        ("allowed_token_ids", (None, [0], (1, 2))),
+        (
+            "bad_words",
+            (None, [], ["x", "y z"], ["x", [1, 2]], (("x"),), ["a"] * (MAX_BAD_WORDS // 2), [[1]] * MAX_BAD_WORDS),
+        ),
         ("prompt_logprobs", (None, 0, 20)),
         ("stop", (None, "x", [], ["x", "yz"], ("x",))),
         ("stop_token_ids", (None, [], [0], (1, 2), [1] * MAX_STOP_TOKEN_IDS)),
@@ -122,3 +167,20 @@ def test_a_childs_seed_wraps_round_within_int64() -> None:
 
 def test_samples_without_a_seed_stay_without() -> None:
     assert SamplingParams(n=2).for_child(1).seed is None
+
+
+@pytest.mark.parametrize(
+    ("options", "has_penalties", "is_adjusted"),
+    [
+        ({"logprobs": 3, "min_tokens": 2, "logit_bias": {}, "bad_words": []}, False, False),
+        ({"presence_penalty": 0.1}, True, True),
+        ({"frequency_penalty": -0.1}, True, True),
+        ({"repetition_penalty": 1.1}, True, True),
+        ({"logit_bias": {1: 0}}, False, True),
+        ({"allowed_token_ids": [1]}, False, True),
+        ({"bad_words": ["x"]}, False, True),
+    ],
+)
+def test_who_is_adjusted(options: dict[str, Any], has_penalties: bool, is_adjusted: bool) -> None:
+    params = SamplingParams(**options)
+    assert (params.has_penalties, params.is_adjusted) == (has_penalties, is_adjusted)

@@ -1,0 +1,173 @@
+"""Decode over shared prefixes on Mosaic GPU: interpreted on the CPU with its race detector; on a GPU at real sizes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import cascade, mosaic_cascade
+from pallas_kernels.paged_attention.cascade import Rules, SharedPrefixes
+from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig
+from pallas_kernels.paged_attention.mosaic_prefill import prefill_config
+from pallas_kernels.paged_attention.shapes import AttentionShape, HeadLayout, Row
+from pallas_kernels.paged_attention.triton_common import Refs
+from tests.helpers.attention_cases import LAYER, AttentionCase, Garbage, Padding, dense_attention, make_case
+
+# Scores of rows beside the windows' own are computed, and then not used.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3}
+LONG, SHORT, NONE = 560, 144, 0  # tokens of two prefixes: 4.4 and 1.1 tiles of keys; and of none
+# Which prefix each row has, and how many tokens of its own.
+ROWS = [(LONG, 1), (SHORT, 20), (LONG, 17), (NONE, 70), (LONG, 100), (SHORT, 1), (LONG, 16), (SHORT, 9), (SHORT, 33)]
+FEW_ROWS = [(SHORT, 1), (SHORT, 20), (NONE, 5), (SHORT, 70), (SHORT, 16)]
+EVEN, ODD = HeadLayout(2, 1, 64), HeadLayout(1, 1, 64)
+
+
+def case_of(
+    layout: HeadLayout,
+    rows: list[tuple[int, int]],
+    block_size: int = 16,
+    dtype: str = "bfloat16",
+    garbage: Garbage | None = None,
+) -> AttentionCase:
+    """Rows of one query whose tables begin with the first row's of the same prefix, and some rows of padding."""
+    shape = AttentionShape("shared", *layout, block_size, tuple(Row(sum(row) - 1, 1) for row in rows))
+    num_rows, blocks_per_row = len(rows) + 1, max(map(sum, rows)) // block_size + 3
+    padding = Padding(num_rows, num_rows, blocks_per_row, shape.num_blocks + 12)
+    case = make_case(shape, padding, dtype=dtype, garbage=garbage)
+    for index, (num_shared, num_own) in enumerate(rows):
+        first = next(row for row, (other, _) in enumerate(rows) if other == num_shared)
+        case.block_tables[index, : num_shared // block_size] = case.block_tables[first, : num_shared // block_size]
+        positions = np.arange(num_shared + num_own)
+        slots = case.block_tables[index, positions // block_size], slice(None), positions % block_size
+        keys, values = case.k_cache[LAYER][slots], case.v_cache[LAYER][slots]
+        case.expected[index] = dense_attention(case.q[index : index + 1], keys, values, sum(rows[index]) - 1, None)[0]
+    return case
+
+
+def geometry_of(case: AttentionCase) -> Geometry:
+    _, num_heads, head_dim = case.q.shape
+    return Geometry(
+        num_heads, case.k_cache.shape[2], head_dim, case.k_cache.shape[3], case.q.dtype.name, case.q.dtype.name
+    )
+
+
+def shared_in(case: AttentionCase, **changes: int) -> SharedPrefixes:
+    """What is found, by rules under which next to nothing pays."""
+    rules = cascade.rules_for(geometry_of(case))._replace(**({"min_saved_tokens": 100} | changes))
+    shared = cascade.shared_prefixes(case.block_tables, np.arange(len(case.q)), case.seq_lens, rules)
+    assert shared is not None
+    return shared
+
+
+def interpreted(case: AttentionCase, shared: SharedPrefixes) -> np.ndarray:
+    """Two programs, so that each takes several tiles."""
+    q, k, v, *rows = case.arguments
+    geometry = geometry_of(case)
+    arrays = Refs(jnp.full((1,), LAYER, jnp.int32), *rows, q, k, v)
+    configs = dataclasses.replace(prefill_config(geometry), num_programs=2), MosaicDecodeConfig(64, 2, 1)
+    shared = SharedPrefixes(*map(jnp.asarray, shared))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = mosaic_cascade.decode(arrays, shared, geometry, *configs, geometry.head_dim**-0.5, interpret)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    return np.asarray(out.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_size", "dtype"), [(EVEN, 16, "bfloat16"), (ODD, 8, "float16")], ids=["two heads", "one head"]
+)
+def test_agrees_with_dense_attention(
+    layout: HeadLayout, block_size: int, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two groups whose rows stand between each other's, a row that shares nothing, and padding.
+
+    There are more pieces of the longer prefix than are merged at a time.
+    """
+    case = case_of(layout, ROWS, block_size, dtype)
+    shared = shared_in(case)
+    assert shared.num_tokens.tolist() == [num_shared for num_shared, _ in ROWS] + [0]
+    assert set(shared.num_pieces.tolist()) == {0, 2, 5}
+    np.testing.assert_allclose(interpreted(case, shared), case.expected, rtol=0, atol=TOLERANCE[dtype])
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def test_what_no_row_owns_and_what_is_shared_is_not_read() -> None:
+    """Bit for bit: rows' last blocks, the tile of keys behind the prefix, and the prefix of all rows but one."""
+    clean, dirty = (case_of(EVEN, FEW_ROWS, garbage=Garbage(*slots)) for slots in ((0.0, "last"), (np.nan, "far")))
+    shared = shared_in(clean)
+    (named,) = set(shared.pieces[: int(shared.total[0]), 0].tolist())
+    for row, num_tokens in enumerate(shared.num_tokens.tolist()):
+        if row != named:
+            dirty.block_tables[row, : num_tokens // 16] = dirty.k_cache.shape[1] - 1
+    np.testing.assert_array_equal(interpreted(dirty, shared), interpreted(clean, shared))
+
+
+def test_it_changes_no_result(backend: str) -> None:
+    """By no more than rounding, whether or not the backend makes use of it."""
+    case = case_of(EVEN, ROWS)
+    attend = functools.partial(paged_attention, layer=LAYER, backend=backend)
+    out = attend(*case.arguments, shared=SharedPrefixes(*map(jnp.asarray, shared_in(case))))
+    np.testing.assert_allclose(out.astype(jnp.float32), case.expected, rtol=0, atol=TOLERANCE["bfloat16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("layout", "block_size"),
+    [
+        (HeadLayout(32, 8, 128), 16),
+        (HeadLayout(32, 8, 64), 16),
+        (HeadLayout(28, 4, 128), 8),
+        (HeadLayout(9, 3, 64), 128),
+        (HeadLayout(16, 1, 128), 32),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_at_real_sizes(layout: HeadLayout, block_size: int, dtype: str) -> None:
+    """Three prefixes, each in two windows, and a row of padding; against float64 and against no sharing."""
+    lengths = (1024, 512, 0, 640)
+    rows = [(lengths[row % 4], 1 + 37 * row % 200) for row in range(99)]
+    case = case_of(layout, rows, block_size, dtype)
+    shared = SharedPrefixes(*map(jnp.asarray, shared_in(case)))
+    attend = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
+    out, plain = (np.asarray(attend(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
+    np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(out[len(rows) :], 0)
+
+
+@pytest.mark.parametrize("layout", [HeadLayout(32, 8, 128), HeadLayout(9, 3, 64)], ids=str)
+def test_lowers_for_a_gpu(layout: HeadLayout) -> None:
+    geometry = Geometry(*layout, 16, "bfloat16", "bfloat16")
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(1,), (64, 9), (64,), (65,)]]
+    q = jax.ShapeDtypeStruct((64, layout.num_heads, layout.head_dim), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((2, 9, layout.num_kv_heads, 16, layout.head_dim), jnp.bfloat16)
+    shapes = [(cascade.MAX_PIECES, len(cascade.Piece._fields)), (1,), *[(64,)] * 4]
+    shared = SharedPrefixes(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+
+    def run(arrays: Refs, shared: SharedPrefixes) -> jax.Array:
+        configs = prefill_config(geometry), MosaicDecodeConfig(64, 2, 1)
+        return mosaic_cascade.decode(arrays, shared, geometry, *configs, 0.1, None)
+
+    lowered = jax.jit(run).trace(Refs(*ints, q, cache, cache), shared).lower(lowering_platforms=("cuda",))
+    assert "paged_attention_prefixes" in lowered.as_text() and "paged_attention_decode" in lowered.as_text()
+
+
+def test_windows_are_those_of_the_kernel() -> None:
+    """cascade.py, which must not import Mosaic, repeats two of its rules."""
+    for layout in (HeadLayout(32, 8, 128), HeadLayout(28, 4, 128), HeadLayout(9, 3, 64)):
+        geometry = Geometry(*layout, 16, "bfloat16", "bfloat16")
+        rules, plan = (
+            cascade.rules_for(geometry),
+            mosaic_cascade.plan_for(geometry, prefill_config(geometry), 1.0, None),
+        )
+        assert isinstance(rules, Rules)
+        assert (rules.window_rows, rules.num_lanes) == (plan.queries_per_tile, max(1, 132 // plan.head_tiles))
+        assert plan.config.tile_keys == cascade.TILE_KEYS

@@ -1,0 +1,78 @@
+"""Decode steps whose rows share a beginning: a shape of their own, the same tokens. What a GPU gains is elsewhere."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import cascade
+from paxpage import LLM
+from paxpage.engine.batch import StepShape, pack, unpack, unpack_shared
+from paxpage.engine.model_runner import choose_shape, step_shapes
+from tests.helpers.checkpoints import TINY, write_checkpoint
+from tests.helpers.engines import greedy_params, tokens
+from tests.unit.engine.host_side import Sizes, make_request, make_scheduler
+
+RULES = cascade.Rules(block_size=16, window_rows=64, num_lanes=2, min_saved_tokens=100)
+PROMPTS = [[50 + j % 400 for j in range(150)] + [7 + j] * 5 for j in range(6)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """TINY for six requests of 256 tokens."""
+    folder: Path = tmp_path_factory.mktemp("sharing") / "TINY"
+    write_checkpoint(folder, TINY)
+    with LLM(str(folder), dtype="float32", max_num_seqs=6, max_model_len=256, show_progress=False) as llm:
+        yield llm
+
+
+def test_a_step_with_shared_prefixes_gives_the_same_tokens(tiny: LLM) -> None:
+    """Where there is no kernel for them, as here, they are left unread."""
+    params, runner = greedy_params(8), tiny.engine.runner
+    expected = tokens(tiny, PROMPTS, params)
+    plain = next(shape for shape in runner.shapes if shape.is_decode and shape.num_rows == 6)
+    sharing = plain._replace(max_pieces=cascade.MAX_PIECES)
+    runner.shapes.append(sharing)
+    runner._compiled[sharing] = runner._compile(sharing)
+    runner._sharing_rules = RULES
+    kept = runner._compiled.pop(plain)  # so that a step in it would fail
+    try:
+        assert tokens(tiny, PROMPTS, params) == expected
+    finally:
+        runner._compiled[plain], runner._sharing_rules = kept, None
+        runner.shapes.remove(sharing)
+
+
+def test_shapes_for_sharing_are_chosen_where_something_is_shared() -> None:
+    shapes = step_shapes("gpu", 256, 512, 8, is_sharing=True)
+    assert [shape.num_rows for shape in shapes if shape.max_pieces] == [32, 64, 128, 192, 256]
+    assert [shape for shape in shapes if not shape.max_pieces] == step_shapes("gpu", 256, 512, 8)
+    assert not any(shape.max_pieces for shape in shapes if not shape.is_decode) and shapes[-1] == StepShape(512, 256, 8)
+    scheduler = make_scheduler(Sizes(num_usable=200, max_num_seqs=40))
+    for index in range(40):
+        scheduler.add(make_request(str(index), 1))
+    scheduler.update(scheduler.schedule(), [7] * 40)
+    batch = scheduler.schedule()
+    assert choose_shape(shapes, batch) == StepShape(64, 64, 8)
+    assert choose_shape(shapes, batch, has_shared=True) == StepShape(64, 64, 8, cascade.MAX_PIECES)
+
+
+def test_shared_prefixes_travel_with_the_batch() -> None:
+    """Padded with zeros; rows with the most keys of their own come first."""
+    scheduler = make_scheduler(Sizes(num_usable=60, max_num_seqs=4, max_num_batched_tokens=200, has_prefix_cache=True))
+    prompts = [[1] * 3, [2] * 33, [3] * 40]
+    for index, prompt in enumerate(prompts):
+        scheduler.add(make_request(str(index), prompt))
+    scheduler.update(scheduler.schedule(), [7] * 3)
+    batch, shape = scheduler.schedule(), StepShape(5, 5, 60, 2)
+    rows = np.array([[0, 32, 32], [0, 0, 0], [0, 1, 1], [0, 1, 2]], np.int32)
+    shared = cascade.SharedPrefixes(np.array([[1, 0, 32, 0, 1], [0] * 5], np.int32), np.array([1], np.int32), *rows)
+    packed = pack(batch, shape, scheduler.manager, shared)
+    assert packed.shape == (shape.num_ints,)
+    for field, values in zip(unpack_shared(packed, shape), shared, strict=True):
+        assert field[: len(values)].tolist() == values.tolist() and not field[len(values) :].any()
+    inputs, plain = unpack(packed, shape), unpack(pack(batch, shape._replace(max_pieces=0), scheduler.manager), shape)
+    assert inputs.seq_lens.tolist() == [4, 34, 41, 0, 0] and inputs.row_order.tolist() == [2, 0, 1, 3, 4]
+    assert np.array_equal(inputs.block_tables, plain.block_tables)
+    assert not any(field.any() for field in unpack_shared(pack(batch, shape, scheduler.manager), shape))
