@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention import mosaic_decode
 from pallas_kernels.paged_attention.cascade import MAX_PIECES, TILE_KEYS, Piece, SharedPrefixes
 from pallas_kernels.paged_attention.config import Geometry
-from pallas_kernels.paged_attention.mosaic_common import Ref
 from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, Prefix, padded_heads
 from pallas_kernels.paged_attention.mosaic_prefill import (
     NUM_CONSUMERS,
@@ -35,7 +34,7 @@ from pallas_kernels.paged_attention.mosaic_prefill import (
     run_program,
     scratch_of,
 )
-from pallas_kernels.paged_attention.triton_common import Refs
+from pallas_kernels.paged_attention.triton_common import Ref, Refs
 
 Queries = Float[Array, "num_tokens num_heads head_dim"]
 
@@ -99,7 +98,7 @@ def plan_for(geometry: Geometry, config: MosaicPrefillConfig, scale: float, inte
 
 def _program(plan: Plan, inputs: Inputs, values: Ref, log_sums: Ref, scratch: Scratch) -> None:
     tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, values, log_sums)
-    run_program(plan, inputs, scratch, Role(tile_at, store, lambda _: None))
+    run_program(plan, inputs, scratch, Role(tile_at, store))
 
 
 def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
@@ -116,7 +115,7 @@ def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
         seq_len=piece.num_tokens,
         num_key_tiles=piece.num_tiles,
         first_key=piece.first_tile * plan.config.tile_keys,
-        table_index=index,
+        index=index,
     )
 
 
@@ -124,5 +123,5 @@ def _store(values: Ref, log_sums: Ref, unit: Unit, output: Array, maximum: Array
     """The output as if there were no other keys, and what it weighs, straight from registers."""
     head, offset = head_and_offset(unit.plan, unit.tile, unit.consumer)
     places = pl.ds(offset, UNIT)
-    values[unit.tile.table_index, places, head] = output
-    log_sums[unit.tile.table_index, places, head] = maximum + jnp.log2(total)
+    values[unit.tile.index, places, head] = output
+    log_sums[unit.tile.index, places, head] = maximum + jnp.log2(total)
