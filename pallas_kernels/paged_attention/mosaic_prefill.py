@@ -1,8 +1,7 @@
 """Prefill on Pallas's Mosaic GPU backend (Hopper): rows of many queries, bound by arithmetic.
 
-The plan of FlashAttention-3 (Shah et al., 2024, sec. 3), over a paged cache. A program has a warpgroup that only
-copies, and two that compute. Those two take turns at the tensor cores, and in each the softmax of one tile of keys
-runs while the values of the tile before are being added.
+The plan of FlashAttention-3 (Shah et al., 2024, sec. 3.1) over a paged cache: a program has a warpgroup that only
+copies, and two that compute and take turns, one at the tensor cores while the other is at its softmax.
 """
 
 import dataclasses
@@ -28,7 +27,6 @@ NUM_CONSUMERS, PRODUCER = 2, 2  # warpgroups 0 and 1 compute, 2 copies
 UNIT = 64  # queries of one head that a consumer holds: the rows of its matrix products
 CHUNK = 8  # copies into swizzled memory begin at a multiple of 8 tokens
 CORNER = 64  # values are cleared in squares that take few registers
-QUERY_STAGES = 2  # tiles of queries in shared memory: one in use, one on its way
 LAYOUT = plgpu.Layout.WGMMA
 PER_QUERY = LAYOUT.reduce(1)
 
@@ -50,16 +48,17 @@ class MosaicPrefillConfig:
 
 
 def prefill_config(geometry: Geometry) -> MosaicPrefillConfig:
-    """128 keys as measured on an H200; as many stages as shared memory holds, and registers as nothing spills."""
+    """As measured on an H200 (BUILD_NOTES.md, 2026-11-30); registers so that nothing spills."""
     if geometry.head_dim > 64:
         return MosaicPrefillConfig(128, num_stages=2, consumer_registers=232, producer_registers=40)
-    return MosaicPrefillConfig(128, num_stages=4, consumer_registers=216, producer_registers=72)
+    return MosaicPrefillConfig(128, num_stages=2, consumer_registers=216, producer_registers=72)
 
 
 class QueryTiles(NamedTuple):
     """Consecutive queries of one row that a program takes at a time, those with the most keys first."""
 
-    table: Int[Array, "num_tiles 7"]  # the fields of Tile but the last
+    rows: Int[Array, " num_tiles"]
+    chunks: Int[Array, " num_tiles"]  # where in q the tile begins, in chunks of 8 tokens
     num_tiles: Int[Array, " 1"]  # that exist; the rest is padding
 
 
@@ -107,7 +106,8 @@ class Inputs(NamedTuple):
     q: Ref  # [num_tokens, num_heads, head_dim]
     k: Ref  # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
     v: Ref
-    tiles: Ref  # int32 [num_tiles, 7], QueryTiles
+    tile_rows: Ref  # int32 [num_tiles], QueryTiles
+    tile_chunks: Ref  # int32 [num_tiles]
     num_tiles: Ref  # int32 [1]
     out: Ref  # as q, written in place
 
@@ -115,12 +115,13 @@ class Inputs(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
-    q: Ref  # [QUERY_STAGES, NUM_CONSUMERS, UNIT, head_dim]
+    q: Ref  # [NUM_CONSUMERS, UNIT, head_dim]
     k: Ref  # [num_stages, tile_keys, head_dim]
     v: Ref
     out: Ref  # a union: [NUM_CONSUMERS, UNIT, head_dim] swizzled, and the same as plain rows
+    zeros: Ref  # [UNIT, head_dim] plain rows
     weights: Ref  # [NUM_CONSUMERS, UNIT, tile_keys] when interpreted
-    q_full: Ref  # [QUERY_STAGES]
+    q_full: Ref
     q_empty: Ref
     k_full: Ref  # [num_stages]
     k_empty: Ref
@@ -134,13 +135,13 @@ class Tile(NamedTuple):
     """Queries of one row, and the heads, that a program attends to at a time."""
 
     row: Int[Array, ""]
+    head: Int[Array, ""]  # the first query head
     chunk: Int[Array, ""]  # where in q the tile begins, in chunks of 8 tokens
     first: Int[Array, ""]  # the tile's tokens first .. end - 1 are the row's; others are computed and thrown away
     end: Int[Array, ""]
     position: Int[Array, ""]  # in the row's sequence, of the tile's token 0
     seq_len: Int[Array, ""]
     num_key_tiles: Int[Array, ""]
-    head: Int[Array, ""]  # the first query head
 
 
 class Visit(NamedTuple):
@@ -171,6 +172,8 @@ def prefill(
 ) -> Queries:
     """Attention of the rows that have more queries than the decode kernel takes, written into out in place.
 
+    Tokens behind the last row's become zeros; those of other rows stay as they are.
+
     Grid (num_programs,). A tile is 64 queries of two heads that read the same key head or, where a group is odd, 128
     queries of one head; a program takes every num_programs-th tile, the heaviest first. Its consumers hold half a
     tile each, and its producer loads the keys and values that both need, block by block through the block table, from
@@ -194,7 +197,7 @@ def prefill(
     kernel = plgpu.kernel(
         functools.partial(_program, plan),
         scratch_types=_scratch(plan),
-        grid=(min(config.num_programs, tiles.table.shape[0] * plan.head_tiles),),
+        grid=(min(config.num_programs, tiles.rows.shape[0] * plan.head_tiles),),
         grid_names=("program",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -227,18 +230,14 @@ def cut_tiles(
     # A row adds at most 7 tokens in front, and one tile that is not full.
     most_rows = min(num_rows, num_tokens // fewest)
     most_tiles = (num_tokens + most_rows * (CHUNK - 1)) // queries + most_rows
-    tiles = jnp.arange(max(most_tiles, 1), dtype=jnp.int32)[::-1]  # later ones have more keys
+    tiles = jnp.arange(max(most_tiles, 1), dtype=jnp.int32)
     found = jnp.searchsorted(ends, tiles, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(found, num_rows - 1)
-    token = bases[row] + (tiles - ends[row] + tiles_of_row[row]) * queries
-    first = jnp.maximum(starts[row] - token, 0)
-    end = jnp.minimum(starts[row + 1] - token, queries)
-    position = seq_lens[row] - (starts[row + 1] - token)
-    num_key_tiles = jnp.where(found < num_rows, cdiv(position + end, config.tile_keys), 0)
-    order = jnp.argsort(-num_key_tiles, stable=True)  # tiles of a row stay together: they share keys
-    fields = (row, token // CHUNK, first, end, position, seq_lens[row], num_key_tiles)
-    # A sum, not the last of ends: of a slice XLA may hand the kernel a pointer that Mosaic refuses.
-    return QueryTiles(jnp.stack(fields, axis=1)[order], jnp.sum(tiles_of_row, dtype=jnp.int32, keepdims=True))
+    rows = jnp.minimum(found, num_rows - 1)
+    tokens = bases[rows] + (tiles - ends[rows] + tiles_of_row[rows]) * queries
+    num_keys = jnp.where(found < num_rows, seq_lens[rows] - starts[rows + 1] + tokens, -num_tokens)
+    order = jnp.argsort(-num_keys)
+    # Summed anew, since a slice of ends would reach the kernel as a pointer that is not aligned.
+    return QueryTiles(rows[order], tokens[order] // CHUNK, jnp.sum(tiles_of_row, keepdims=True, dtype=jnp.int32))
 
 
 def _scratch(plan: Plan) -> Scratch:
@@ -249,14 +248,15 @@ def _scratch(plan: Plan) -> Scratch:
     views = swizzled(queries, dtype), plgpu.SMEM(queries, dtype)
     per_stage = functools.partial(plgpu.Barrier, num_barriers=config.num_stages)
     return Scratch(
-        q=swizzled((QUERY_STAGES, *queries), dtype),
+        q=swizzled(queries, dtype),
         k=swizzled(keys, dtype),
         v=swizzled(keys, dtype),
         # Race detection takes parts of a union for overlapping as a whole, but each consumer keeps to its half of both.
         out=views if plan.is_interpreted else plgpu.RefUnion(*views),
+        zeros=plgpu.SMEM((UNIT, geometry.head_dim), dtype),
         weights=swizzled((NUM_CONSUMERS, UNIT, config.tile_keys), dtype) if plan.is_interpreted else (),
-        q_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
-        q_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=QUERY_STAGES),
+        q_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        q_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         k_full=per_stage(num_arrivals=plan.num_boxes),
         k_empty=per_stage(num_arrivals=NUM_CONSUMERS),
         v_full=per_stage(num_arrivals=plan.num_boxes),
@@ -277,7 +277,6 @@ def _program(plan: Plan, *refs: Ref) -> None:
         plgpu.set_max_registers(plan.config.consumer_registers, action="increase")
         pl.when(warpgroup == 1)(functools.partial(plgpu.barrier_arrive, scratch.turns.at[0]))
         _visit_tiles(plan, inputs, functools.partial(_attend, plan, inputs, scratch, warpgroup))
-        _clear_padding(plan, inputs, scratch.out[1].at[warpgroup], warpgroup)
         plgpu.wait_smem_to_gmem(0)
         if plan.is_interpreted:  # which insists that each arrival is seen: a last turn is left that nobody takes
             pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_wait, scratch.turns.at[0]))
@@ -286,6 +285,8 @@ def _program(plan: Plan, *refs: Ref) -> None:
     def _produce() -> None:
         plgpu.set_max_registers(plan.config.producer_registers, action="decrease")
         _drain(plan, scratch, *_visit_tiles(plan, inputs, functools.partial(_load, plan, inputs, scratch)))
+        _clear_padding(plan, inputs, scratch.zeros)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tuple[Array, Array]:
@@ -312,8 +313,13 @@ def _visit_tiles(plan: Plan, inputs: Inputs, use: Callable[[Visit], None]) -> tu
 def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
     """Neighbouring places are heads over the same queries."""
     index, head_tile = lax.div(place, plan.head_tiles), lax.rem(place, plan.head_tiles)
-    fields = (inputs.tiles[index, field] for field in range(len(Tile._fields) - 1))
-    return Tile._make([*fields, head_tile * plan.heads_per_tile])
+    row, chunk = inputs.tile_rows[index], inputs.tile_chunks[index]
+    token, seq_len = chunk * CHUNK, inputs.seq_lens[row]
+    first = jnp.maximum(inputs.starts[row] - token, 0)
+    end = jnp.minimum(inputs.starts[row + 1] - token, plan.queries_per_tile)
+    position = seq_len - (inputs.starts[row + 1] - token)
+    num_key_tiles = cdiv(position + end, plan.config.tile_keys)
+    return Tile(row, head_tile * plan.heads_per_tile, chunk, first, end, position, seq_len, num_key_tiles)
 
 
 def _head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Array, Array | int]:
@@ -333,42 +339,30 @@ def _part_of(plan: Plan, array: Ref, tile: Tile, consumer: Array | int) -> Ref:
 
 
 def _load(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit) -> None:
-    """Keys tile by tile, the queries behind the first, and one tile behind the keys their values.
-
-    Each as soon as its place is empty: keys are done with before the values of the tile before.
-    """
-    num_tiles = visit.tile.num_key_tiles
-    load_keys = functools.partial(_load_keys, plan, inputs, scratch, visit)
-    load_values = functools.partial(_load_values, plan, inputs, scratch, visit)
-
-    def load(step: Array, _: None) -> None:
-        pl.when(step < num_tiles)(functools.partial(load_keys, step))
-        pl.when(step == 0)(functools.partial(_load_queries, plan, inputs, scratch, visit))
-        pl.when(step > 0)(functools.partial(load_values, step - 1))
-
-    lax.fori_loop(0, num_tiles + 1, load, None)
-
-
-def _load_queries(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit) -> None:
-    stage = lax.rem(visit.number, QUERY_STAGES)
-    pl.when(visit.number >= QUERY_STAGES)(functools.partial(plgpu.barrier_wait, scratch.q_empty.at[stage]))
+    """The queries, then keys and values tile by tile, each as soon as its place is empty."""
+    pl.when(visit.number > 0)(functools.partial(plgpu.barrier_wait, scratch.q_empty))
     for consumer in range(NUM_CONSUMERS):
         queries = _part_of(plan, inputs.q, visit.tile, consumer)
-        plgpu.copy_gmem_to_smem(queries, scratch.q.at[stage, consumer], scratch.q_full.at[stage])
+        plgpu.copy_gmem_to_smem(queries, scratch.q.at[consumer], scratch.q_full)
+
+    def load(step: Array, _: None) -> None:
+        first_key = _first_key(plan, visit.tile, step)
+        boxes = [_box(plan, inputs, visit.tile, first_key + box * plan.box_keys) for box in range(plan.num_boxes)]
+        count = visit.first + step
+        stage, is_reused = lax.rem(count, plan.config.num_stages), count >= plan.config.num_stages
+        pl.when(is_reused)(functools.partial(plgpu.barrier_wait, scratch.k_empty.at[stage]))
+        _copy_boxes(plan, inputs.k, boxes, scratch.k.at[stage], scratch.k_full.at[stage])
+        pl.when(is_reused)(functools.partial(plgpu.barrier_wait, scratch.v_empty.at[stage]))
+        _load_values(plan, inputs, scratch, boxes, stage, visit.tile.seq_len - first_key)
+
+    lax.fori_loop(0, visit.tile.num_key_tiles, load, None)
 
 
-def _load_keys(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit, step: Array) -> None:
-    boxes = _boxes(plan, inputs, visit.tile, step)
-    stage = _await_place(plan, scratch.k_empty, visit, step)
-    _copy_boxes(plan, inputs.k, boxes, scratch.k.at[stage], scratch.k_full.at[stage])
-
-
-def _load_values(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit, step: Array) -> None:
+def _load_values(
+    plan: Plan, inputs: Inputs, scratch: Scratch, boxes: list[tuple], stage: Array, num_valid: Array
+) -> None:
     """The consumers see a tile with slots past the row's end only once those are cleared."""
-    boxes = _boxes(plan, inputs, visit.tile, step)
-    stage = _await_place(plan, scratch.v_empty, visit, step)
     v, v_full = scratch.v.at[stage], scratch.v_full.at[stage]
-    num_valid = visit.tile.seq_len - _first_key(plan, visit.tile, step)
 
     @pl.when(num_valid >= plan.config.tile_keys)
     def _whole() -> None:
@@ -383,23 +377,9 @@ def _load_values(plan: Plan, inputs: Inputs, scratch: Scratch, visit: Visit, ste
             plgpu.barrier_arrive(v_full)
 
 
-def _await_place(plan: Plan, empty: Ref, visit: Visit, step: Array) -> Array:
-    """The stage for tile number `step`, when the consumers have left it."""
-    count = visit.first + step
-    stage = lax.rem(count, plan.config.num_stages)
-    pl.when(count >= plan.config.num_stages)(functools.partial(plgpu.barrier_wait, empty.at[stage]))
-    return stage
-
-
 def _first_key(plan: Plan, tile: Tile, step: Array | int) -> Array:
     """Of tile number `step`; number 0 is the last of the sequence."""
     return (tile.num_key_tiles - 1 - step) * plan.config.tile_keys
-
-
-def _boxes(plan: Plan, inputs: Inputs, tile: Tile, step: Array) -> list[tuple[Array, Array, Array, Array]]:
-    return [
-        _box(plan, inputs, tile, _first_key(plan, tile, step) + box * plan.box_keys) for box in range(plan.num_boxes)
-    ]
 
 
 def _box(plan: Plan, inputs: Inputs, tile: Tile, first_key: Array) -> tuple[Array, Array, Array, Array]:
@@ -441,11 +421,25 @@ def _drain(plan: Plan, scratch: Scratch, num_tiles: Array, num_key_tiles: Array)
         plgpu.barrier_wait(scratch.k_empty.at[stage])
         plgpu.barrier_wait(scratch.v_empty.at[stage])
 
-    def wait_queries(index: Array, _: None) -> None:
-        plgpu.barrier_wait(scratch.q_empty.at[lax.rem(index, QUERY_STAGES)])
-
     lax.fori_loop(jnp.maximum(num_key_tiles - plan.config.num_stages, 0), num_key_tiles, wait_keys, None)
-    lax.fori_loop(jnp.maximum(num_tiles - QUERY_STAGES, 0), num_tiles, wait_queries, None)
+    pl.when(num_tiles > 0)(functools.partial(plgpu.barrier_wait, scratch.q_empty))
+
+
+def _clear_padding(plan: Plan, inputs: Inputs, zeros: Ref) -> None:
+    """Zeroes the output of the tokens behind the last row's, each program its share of them."""
+    num_heads, num_tokens = plan.geometry.num_heads, inputs.out.shape[0]
+    heads = max(count for count in range(1, UNIT + 1) if num_heads % count == 0)
+    first = inputs.starts[inputs.starts.shape[0] - 1] + lax.axis_index("program")
+
+    @pl.when(first < num_tokens)
+    def _clear() -> None:
+        zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), LAYOUT)
+        plgpu.commit_smem()
+
+        @pl.loop(first, num_tokens, step=lax.axis_size("program"))
+        def _token(token: Array) -> None:
+            for head in range(0, num_heads, heads):
+                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, heads)], inputs.out.at[token, pl.ds(head, heads)])
 
 
 # The consumers.
@@ -465,11 +459,6 @@ class Unit(NamedTuple):
         """The tile that the queries are half of."""
         return self.visit.tile
 
-    @property
-    def query_stage(self) -> Array:
-        """Where the queries are."""
-        return lax.rem(self.visit.number, QUERY_STAGES)
-
     def stage(self, step: Array | int) -> Array:
         """Where the keys and values of tile number `step` are; number 0 is the last of the sequence."""
         return lax.rem(self.visit.first + step, self.plan.config.num_stages)
@@ -478,7 +467,7 @@ class Unit(NamedTuple):
 def _attend(plan: Plan, inputs: Inputs, scratch: Scratch, consumer: Array, visit: Visit) -> None:
     position = visit.tile.position + _head_and_offset(plan, visit.tile, consumer)[1]
     unit = Unit(plan, scratch, consumer, visit, position)
-    plgpu.barrier_wait(scratch.q_full.at[unit.query_stage])
+    plgpu.barrier_wait(scratch.q_full)
     accumulator = plgpu.ACC((UNIT, plan.geometry.head_dim), jnp.float32)
     values, total = pl.run_scoped(functools.partial(_attend_keys, unit), accumulator)
     values = values * lax.broadcast_in_dim(1.0 / total, values.shape, [0])
@@ -493,7 +482,7 @@ def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array]:
     state = _first_step(unit)
     state = lax.fori_loop(1, num_masked, functools.partial(_step, unit, sums, True), state)
     state = lax.fori_loop(num_masked, num_tiles, functools.partial(_step, unit, sums, False), state)
-    plgpu.barrier_arrive(unit.scratch.q_empty.at[unit.query_stage])
+    plgpu.barrier_arrive(unit.scratch.q_empty)
     _begin_turn(unit)
     values = _add_values(unit, sums, state, num_tiles - 1)
     _end_turn(unit)
@@ -510,10 +499,8 @@ def _first_step(unit: Unit) -> Softmax:
         _end_turn(unit)
         return accumulator[...]
 
-    plgpu.barrier_wait(unit.scratch.k_full.at[unit.stage(0)])
-    scores = _mask(unit, 0, _with_accumulator(unit, multiply))
+    scores = _mask(unit, 0, _with_scores(unit, 0, multiply))
     plgpu.barrier_arrive(unit.scratch.k_empty.at[unit.stage(0)])
-    _await_keys(unit, jnp.int32(1))
     zeros = plgpu.layout_cast(jnp.zeros((UNIT,), jnp.float32), PER_QUERY)
     values = jnp.zeros((UNIT, unit.plan.geometry.head_dim), jnp.float32) if unit.plan.is_interpreted else None
     state, _ = _update(unit, Softmax(zeros + MASKED, zeros, scores, values), scores)
@@ -521,7 +508,7 @@ def _first_step(unit: Unit) -> Softmax:
 
 
 def _step(unit: Unit, sums: Ref, is_masked: bool, step: Array, state: Softmax) -> Softmax:
-    """Starts tile number `step`'s scores and the values of the one before; its softmax runs beside the latter."""
+    """Starts tile number `step`'s scores and, behind them, the values of the one before; then its softmax."""
 
     def multiply(accumulator: Ref) -> tuple[Array, Array | None]:
         _start_scores(unit, accumulator, step)
@@ -529,14 +516,14 @@ def _step(unit: Unit, sums: Ref, is_masked: bool, step: Array, state: Softmax) -
         _end_turn(unit)
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=1), values
 
-    scores, values = _with_accumulator(unit, multiply)
+    scores, values = _with_scores(unit, step, multiply)
     plgpu.barrier_arrive(unit.scratch.k_empty.at[unit.stage(step)])
     if is_masked:
         scores = _mask(unit, step, scores)
     state, decay = _update(unit, state, scores)
-    # Its loop also keeps the compiler from waiting for the values above the softmax.
-    _await_keys(unit, step + 1)
-    # The new weights may take the old ones' registers only when the values are done.
+    # sums[...] waits for all matrix products; the barrier ties to that wait what reads the sums and what takes the old
+    # weights' registers. ptxas moves the wait up to before the softmax, which is no less right, and good: held back by
+    # a loop in between, it costs a sixth of the speed on an H200, since the values' place is emptied and loaded later.
     weights, values = lax.optimization_barrier((state.weights, sums[...] if values is None else values))
     plgpu.barrier_arrive(unit.scratch.v_empty.at[unit.stage(step - 1)])
     values = values * lax.broadcast_in_dim(decay, values.shape, [0])
@@ -544,15 +531,11 @@ def _step(unit: Unit, sums: Ref, is_masked: bool, step: Array, state: Softmax) -
     return state._replace(weights=weights, values=_keep_values(unit, sums, values))
 
 
-def _with_accumulator(unit: Unit, multiply: Callable[[Ref], Any]) -> Any:
-    """multiply(an accumulator for scores), begun when it is the consumer's turn."""
+def _with_scores(unit: Unit, step: Array | int, multiply: Callable[[Ref], Any]) -> Any:
+    """multiply(an accumulator for the scores of tile `step`), when its keys are there and it is our turn."""
+    plgpu.barrier_wait(unit.scratch.k_full.at[unit.stage(step)])
     _begin_turn(unit)
     return pl.run_scoped(multiply, plgpu.ACC((UNIT, unit.plan.config.tile_keys), jnp.float32))
-
-
-def _await_keys(unit: Unit, step: Array) -> None:
-    k_full = unit.scratch.k_full.at[unit.stage(step)]
-    pl.when(step < unit.tile.num_key_tiles)(functools.partial(plgpu.barrier_wait, k_full))
 
 
 def _begin_turn(unit: Unit) -> None:
@@ -566,7 +549,7 @@ def _end_turn(unit: Unit) -> None:
 
 def _start_scores(unit: Unit, accumulator: Ref, step: Array | int) -> None:
     """Q K^T."""
-    q = unit.scratch.q.at[unit.query_stage, unit.consumer]
+    q = unit.scratch.q.at[unit.consumer]
     plgpu.wgmma(accumulator, q, unit.scratch.k.at[unit.stage(step)].transpose((1, 0)))
 
 
@@ -637,21 +620,3 @@ def _store(unit: Unit, out: Ref, values: Array) -> None:
         @pl.loop(first, end)
         def _row(query: Array) -> None:
             plgpu.copy_smem_to_gmem(plain.at[pl.ds(query, 1)], out.at[pl.ds(token + query, 1), head])
-
-
-def _clear_padding(plan: Plan, inputs: Inputs, rows: Ref, consumer: Array) -> None:
-    """Zeroes the tokens behind the last row's, each consumer of each program its share of them."""
-    num_heads, head_dim = plan.geometry.num_heads, plan.geometry.head_dim
-    heads = max(count for count in range(1, UNIT + 1) if num_heads % count == 0)
-    first = inputs.starts[inputs.starts.shape[0] - 1] + lax.axis_index("program") * NUM_CONSUMERS + consumer
-
-    @pl.when(first < inputs.out.shape[0])
-    def _clear() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rows[...] = plgpu.layout_cast(jnp.zeros((UNIT, head_dim), rows.dtype), LAYOUT)
-        plgpu.commit_smem()
-
-        @pl.loop(first, inputs.out.shape[0], step=lax.axis_size("program") * NUM_CONSUMERS)
-        def _token(token: Array) -> None:
-            for head in range(0, num_heads, heads):
-                plgpu.copy_smem_to_gmem(rows.at[pl.ds(0, heads)], inputs.out.at[token, pl.ds(head, heads)])

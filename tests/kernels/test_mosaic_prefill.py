@@ -116,17 +116,17 @@ def test_tiles_cover_each_query_once_and_begin_with_the_heaviest(layout: HeadLay
         rows = np.array(batch + [(0, 0)] * (num_rows - len(batch)), np.int32)
         starts = np.concatenate([[0], np.cumsum(rows[:, 1], dtype=np.int32)])
         tiles = cut(jnp.asarray(starts), jnp.asarray(rows.sum(axis=1, dtype=np.int32)))
-        covered, steps = np.zeros(num_tokens, int), []
-        for row, chunk, first, end, position, seq_len, num_key_tiles in tiles.table[: int(tiles.num_tiles[0])].tolist():
-            assert 0 <= first < end <= queries
-            covered[8 * chunk + first : 8 * chunk + end] += 1
-            assert seq_len == rows[row].sum() and position + starts[row] - 8 * chunk == rows[row, 0]
-            assert num_key_tiles == -(-(position + end) // config.tile_keys)
-            steps.append(num_key_tiles)
+        covered, num_keys = np.zeros(num_tokens, int), []
+        num_tiles = int(tiles.num_tiles[0])
+        for row, chunk in zip(tiles.rows[:num_tiles].tolist(), tiles.chunks[:num_tiles].tolist(), strict=True):
+            first, end = max(8 * chunk, starts[row]), min(8 * chunk + queries, starts[row + 1])
+            assert first < end
+            covered[first:end] += 1
+            num_keys.append(rows[row].sum() - starts[row + 1] + 8 * chunk + queries)
         is_prefill = np.repeat(rows[:, 1] > decode_queries(geometry), rows[:, 1])
         np.testing.assert_array_equal(covered[: len(is_prefill)], is_prefill)
         assert not covered[len(is_prefill) :].any()
-        assert steps == sorted(steps, reverse=True)
+        assert num_keys == sorted(num_keys, reverse=True)
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
