@@ -98,7 +98,7 @@ def plan_for(geometry: Geometry, config: MosaicPrefillConfig, scale: float, inte
 
 def _program(plan: Plan, inputs: Inputs, values: Ref, log_sums: Ref, scratch: Scratch) -> None:
     tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, values, log_sums)
-    run_program(plan, inputs, scratch, Role(tile_at, store))
+    run_program(plan, inputs, scratch, Role(tile_at, store, lambda: None))
 
 
 def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
@@ -115,7 +115,7 @@ def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
         seq_len=piece.num_tokens,
         num_key_tiles=piece.num_tiles,
         first_key=piece.first_tile * plan.config.tile_keys,
-        index=index,
+        entry=index,
     )
 
 
@@ -123,5 +123,5 @@ def _store(values: Ref, log_sums: Ref, unit: Unit, output: Array, maximum: Array
     """The output as if there were no other keys, and what it weighs, straight from registers."""
     head, offset = head_and_offset(unit.plan, unit.tile, unit.consumer)
     places = pl.ds(offset, UNIT)
-    values[unit.tile.index, places, head] = output
-    log_sums[unit.tile.index, places, head] = maximum + jnp.log2(total)
+    values[unit.tile.entry, places, head] = output
+    log_sums[unit.tile.entry, places, head] = maximum + jnp.log2(total)

@@ -141,7 +141,7 @@ class Tile(NamedTuple):
     seq_len: Int[Array, ""]
     num_key_tiles: Int[Array, ""]
     first_key: Int[Array, ""]
-    index: Int[Array, ""]  # in Inputs.tiles
+    entry: Int[Array, ""]  # in Inputs.tiles
 
 
 class Visit(NamedTuple):
@@ -157,6 +157,7 @@ class Role(NamedTuple):
 
     tile_at: Callable[[Array], Tile]  # by its place in the order of work
     store: Callable[..., None]  # (unit, output in float32, maximum of the scores, total of the weights)
+    end: Callable[[], None]  # what the producer does after all tiles
 
 
 class Softmax(NamedTuple):
@@ -277,11 +278,12 @@ def scratch_of(plan: Plan) -> Scratch:
 
 def _program(plan: Plan, inputs: Inputs, out: Ref, scratch: Scratch) -> None:
     tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, out)
-    run_program(plan, inputs, scratch, Role(tile_at, store), functools.partial(_clear_padding, plan, inputs, out, scratch))
+    clear_padding = functools.partial(_clear_padding, plan, inputs, out, scratch)
+    run_program(plan, inputs, scratch, Role(tile_at, store, clear_padding))
 
 
-def run_program(plan: Plan, inputs: Inputs, scratch: Scratch, role: Role, end: Callable[[], None] | None = None) -> None:
-    """One block of threads: its consumers and its producer, which calls end after all tiles."""
+def run_program(plan: Plan, inputs: Inputs, scratch: Scratch, role: Role) -> None:
+    """One block of threads: its consumers and its producer."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < PRODUCER)
@@ -297,9 +299,8 @@ def run_program(plan: Plan, inputs: Inputs, scratch: Scratch, role: Role, end: C
     def _produce() -> None:
         plgpu.set_max_registers(plan.config.producer_registers, action="decrease")
         _drain(plan, scratch, *_visit_tiles(plan, inputs, role, functools.partial(_load, plan, inputs, scratch)))
-        if end is not None:
-            end()
-            plgpu.wait_smem_to_gmem(0)
+        role.end()
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _visit_tiles(plan: Plan, inputs: Inputs, role: Role, use: Callable[[Visit], None]) -> tuple[Array, Array]:
