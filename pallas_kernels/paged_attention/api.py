@@ -71,9 +71,8 @@ def paged_attention(
     defaults to head_dim ** -0.5. Softmax and accumulation are in float32; the output has q's dtype.
 
     row_order: all rows in the order in which they are best begun: longest first, where the lengths differ much. It
-    changes nothing in the output, and not every backend makes use of it. shared: what cascade.shared_prefixes found in
-    a decode batch, padded to num_rows with zeros; it changes the output by no more than rounding, and only "mosaic"
-    makes use of it, in decode batches.
+    changes nothing in the output, and not every backend makes use of it. shared: what cascade.shared_prefixes found,
+    padded to num_rows with zeros; it changes the output by no more than rounding, and only "mosaic" makes use of it.
 
     backend: one of BACKENDS; None for choose_backend's. ValueError names an unknown backend or a shape that is not
     supported.

@@ -1,8 +1,11 @@
-"""Decode rows whose block tables begin with the same blocks: found on the host, and cut into work for the device.
+"""Rows of one query whose block tables begin with the same blocks: found on the host, cut into work for the device.
 
 Such rows' queries can be stacked against the shared blocks, which are then read once for all of them and not once for
 each (Hydragen, Juravsky et al., 2024, sec. 3): a matrix product in the place of many products of a vector with a
-matrix. mosaic_cascade.py computes it. Here is numpy only: this runs before every decode step.
+matrix. mosaic_cascade.py computes it. Here is numpy only: this runs before a step.
+
+Prefill chunks are left out, since they have nothing to gain: their kernel multiplies 64 queries of two heads at a time,
+is bound by arithmetic, and a chunk's own queries fill that.
 """
 
 import itertools
@@ -15,8 +18,8 @@ from pallas_kernels.paged_attention.config import Geometry
 
 MAX_PIECES = 16
 TILE_KEYS = 128  # a piece begins at a multiple of this within its prefix
-CHUNK = 8  # windows begin at a multiple of 8 rows, as copies into swizzled memory want it
-CONSUMER_ROWS, NUM_CONSUMERS = 64, 2  # rows that a warpgroup multiplies at a time, and warpgroups that do
+CHUNK = 8  # windows begin at a multiple of 8 tokens, as copies into swizzled memory want it
+CONSUMER_ROWS, NUM_CONSUMERS = 64, 2  # tokens that a warpgroup multiplies at a time, and warpgroups that do
 NUM_MULTIPROCESSORS = 132
 # A window, full or not, takes as long as reading the prefix for this many rows (8B's heads: 2.3; 1B's: 2.8).
 WINDOW_COST = 3
@@ -25,20 +28,20 @@ MAX_TRIES = 16  # comparisons of many rows with one, about 20 us each
 
 
 class Piece(NamedTuple):
-    """Some consecutive keys of a shared prefix, and a window of the batch's rows whose queries are multiplied by them.
+    """Some consecutive keys of a shared prefix, and a window of the batch's tokens that are multiplied by them.
 
-    All rows of the window are computed; those that do not share the prefix are not used.
+    All tokens of the window are computed; those whose row does not share the prefix are not used.
     """
 
     row: Any  # one that has the prefix in its block table
-    chunk: Any  # the window is rows chunk * 8 .. chunk * 8 + window_rows - 1
+    chunk: Any  # the window is tokens chunk * 8 .. chunk * 8 + window_rows - 1
     num_tokens: Any  # of the whole prefix: whole blocks
     first_tile: Any  # in tiles of TILE_KEYS keys
     num_tiles: Any
 
 
 class SharedPrefixes(NamedTuple):
-    """Which rows of a decode batch share which beginnings, int32. All zeros: none.
+    """Which rows of a batch share which beginnings, int32. All zeros: none.
 
     Row r's first num_tokens[r] keys are those of pieces first_piece[r] .. first_piece[r] + num_pieces[r] - 1. At least
     one of its keys, its own query's, is not among them.
@@ -49,14 +52,14 @@ class SharedPrefixes(NamedTuple):
     num_tokens: Any  # [num_rows], 0 for rows that share nothing, and then so are the next
     first_piece: Any  # [num_rows]
     num_pieces: Any  # [num_rows]
-    place: Any  # [num_rows], of the row in its pieces' window
+    place: Any  # [num_rows], of the row's query in its pieces' window
 
 
 class Rules(NamedTuple):
     """What decides whether sharing pays, and how it is cut into pieces."""
 
     block_size: int
-    window_rows: int  # rows that are multiplied at a time
+    window_rows: int  # queries of a head that are multiplied at a time
     num_lanes: int  # pieces that are computed at the same time
     min_saved_tokens: int  # keys of a layer, less what windows cost, that a group must save
 
@@ -65,7 +68,7 @@ class Group(NamedTuple):
     """Rows with a common beginning."""
 
     rows: np.ndarray  # indices in the batch, ascending
-    num_blocks: int
+    num_blocks: int  # that they have in common
 
 
 class Window(NamedTuple):
@@ -99,18 +102,18 @@ def may_share(block_tables: np.ndarray, table_rows: np.ndarray, rules: Rules) ->
 
 
 def shared_prefixes(
-    block_tables: np.ndarray, table_rows: np.ndarray, seq_lens: np.ndarray, rules: Rules
+    block_tables: np.ndarray, table_rows: np.ndarray, seq_lens: np.ndarray, tokens: np.ndarray, rules: Rules
 ) -> SharedPrefixes | None:
-    """The shared beginnings of a decode batch that are worth it; None if there are none.
+    """The shared beginnings of a batch's rows of one query that are worth it; None if there are none.
 
-    block_tables: int32 [any, blocks_per_row]; row r of the batch has block_tables[table_rows[r]], 0 past its blocks,
-    and seq_lens[r] tokens in the cache (0 for a row that attends to nothing).
+    block_tables: int32 [any, blocks_per_row]; row r of the batch has block_tables[table_rows[r]], 0 past its blocks.
+    Its query is the batch's token number tokens[r], ascending, and seq_lens[r] tokens are in the cache; 0 for a row
+    that attends to nothing or has other than one query.
     """
     groups = find_groups(block_tables, table_rows, (seq_lens - 1) // rules.block_size, rules)
-    if not groups:
-        return None
-    windows = sorted((w for group in groups for w in _windows(group, rules)), key=lambda w: -w.num_saved)
-    return _cut([window for window in windows[:MAX_PIECES] if window.num_saved > 0], len(table_rows), rules)
+    windows = sorted((w for group in groups for w in _windows(group, tokens, rules)), key=lambda w: -w.num_saved)
+    windows = [window for window in windows[:MAX_PIECES] if window.num_saved > 0]
+    return _cut(windows, tokens, rules) if windows else None
 
 
 def find_groups(block_tables: np.ndarray, table_rows: np.ndarray, num_blocks: np.ndarray, rules: Rules) -> list[Group]:
@@ -178,19 +181,19 @@ def _best_length(common: np.ndarray, rules: Rules) -> int:
     return int(lengths[best]) if saved[best] * rules.block_size >= max(1, rules.min_saved_tokens) else 0
 
 
-def _windows(group: Group, rules: Rules) -> Iterator[Window]:
+def _windows(group: Group, tokens: np.ndarray, rules: Rules) -> Iterator[Window]:
     """The group's rows in windows, from the first on; where others stand between, the windows are less full."""
     rows = group.rows
     while len(rows):
-        chunk = int(rows[0]) // CHUNK
-        num_inside = int(np.searchsorted(rows, chunk * CHUNK + rules.window_rows))
+        chunk = int(tokens[rows[0]]) // CHUNK
+        num_inside = int(np.searchsorted(tokens[rows], chunk * CHUNK + rules.window_rows))
         yield Window(rows[:num_inside], chunk, group.num_blocks * rules.block_size)
         rows = rows[num_inside:]
 
 
-def _cut(windows: list[Window], num_rows: int, rules: Rules) -> SharedPrefixes:
+def _cut(windows: list[Window], tokens: np.ndarray, rules: Rules) -> SharedPrefixes:
     """Pieces of about equal size, window by window."""
-    of_rows = np.zeros((4, num_rows), np.int32)
+    of_rows = np.zeros((4, len(tokens)), np.int32)
     pieces: list[tuple[int, ...]] = []
     tiles = [-(-window.num_tokens // TILE_KEYS) for window in windows]
     size = piece_size(tiles, rules.num_lanes)
@@ -200,7 +203,7 @@ def _cut(windows: list[Window], num_rows: int, rules: Rules) -> SharedPrefixes:
         ends = [num_tiles * number // count for number in range(count + 1)]
         head = (int(window.rows[0]), window.chunk, window.num_tokens)
         pieces += [(*head, first, end - first) for first, end in itertools.pairwise(ends)]
-    of_rows[3] += np.where(of_rows[0] > 0, np.arange(num_rows, dtype=np.int32), 0)
+    of_rows[3] += np.where(of_rows[0] > 0, tokens, 0)
     padding = [(0,) * len(Piece._fields)] * (MAX_PIECES - len(pieces))
     return SharedPrefixes(np.array(pieces + padding, np.int32), np.array([len(pieces)], np.int32), *of_rows)
 

@@ -1,7 +1,7 @@
 """paged_attention on Pallas's Mosaic GPU backend: NVIDIA Hopper GPUs.
 
 As on Triton, rows with few queries (decoding) and rows with many (prefill chunks) go to kernels of their own, which
-write into one output. Where rows share beginnings, decoding is mosaic_cascade's.
+write into one output. Where rows may share beginnings, decoding is mosaic_cascade's.
 """
 
 import jax.numpy as jnp
@@ -43,13 +43,15 @@ def paged_attention(
     block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
     row_order = None if row_order is None else _materialised(row_order)
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
-    if q.shape[0] == num_rows and shared is not None and scale > 0:
+    tiles = prefill_config(geometry)
+    if shared is None or scale <= 0:
+        out = decode(arrays, None, geometry, config, scale, None, row_order)
+    else:
         shared = SharedPrefixes(*map(_materialised, shared))
-        return mosaic_cascade.decode(arrays, shared, geometry, prefill_config(geometry), config, scale, None, row_order)
-    out = decode(arrays, None, geometry, config, scale, None, row_order)
+        out = mosaic_cascade.decode(arrays, shared, geometry, tiles, config, scale, None, row_order)
     if q.shape[0] == num_rows:
         return out
-    return prefill(arrays, out, geometry, prefill_config(geometry), scale, None)  # writes all other tokens
+    return prefill(arrays, out, geometry, tiles, scale, None)  # writes all other tokens
 
 
 def _materialised(indices: Int[Array, "..."]) -> Int[Array, "..."]:

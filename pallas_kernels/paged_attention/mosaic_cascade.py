@@ -49,7 +49,7 @@ def decode(
     interpret: Any,
     row_order: Int[Array, " num_rows"] | None = None,
 ) -> Queries:
-    """mosaic_decode.decode for rows of one query each, the keys of shared prefixes read once for all rows of a window.
+    """mosaic_decode.decode, the keys of shared prefixes read once for all rows of a window.
 
     shared: its fields as arrays on the device. The last four arguments are mosaic_decode.decode's.
     """
@@ -65,14 +65,16 @@ def attend_prefixes(
     scale: float,
     interpret: Any,
 ) -> Prefix:
-    """Attention of each window of rows over each piece of their prefix.
+    """Attention of each window of tokens over each piece of their rows' prefix.
 
-    Grid (num_programs,), as mosaic_prefill.prefill: a tile is a window of 64 rows for two heads that read the same key
-    head or, where a group is odd, of 128 rows for one head; a program takes every num_programs-th tile. All rows of the
-    window see all keys of the piece. Where there is no piece, and for padding heads, the answer holds anything.
+    Grid (num_programs,), as mosaic_prefill.prefill: a tile is a window of 64 tokens for two heads that read the same
+    key head or, where a group is odd, of 128 tokens for one head; a program takes every num_programs-th tile. All
+    tokens of the window see all keys of the piece. Where there is no piece, and for padding heads, the answer holds
+    anything.
     """
     plan = plan_for(geometry, config, scale, interpret)
-    shape = (MAX_PIECES, plan.queries_per_tile, padded_heads(geometry))
+    has_starts = arrays.q.shape[0] != arrays.seq_lens.shape[0]
+    shape = (MAX_PIECES, plan.queries_per_tile, padded_heads(geometry, has_starts=has_starts))
     kernel = plgpu.kernel(
         functools.partial(_program, plan),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, geometry.head_dim), shape)],

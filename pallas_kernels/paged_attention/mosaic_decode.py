@@ -212,14 +212,13 @@ def decode(
 
     When num_tokens == num_rows every row has exactly one query (a padding row's output is zero), and starts is not
     read. out: where to write, other rows' tokens untouched; None for a new array, which holds anything there.
-    row_order: all rows in the order in which they are begun; longest first is best. prefix: for batches of one query a
-    row; the programs begin with it, in the place of the keys it stands for. interpret: None, or InterpretGPUParams to
-    run on the CPU. ValueError says what is not supported.
+    row_order: all rows in the order in which they are begun; longest first is best. prefix: of rows of one query;
+    the programs begin with it, in the place of the keys it stands for. interpret: None, or InterpretGPUParams to run on
+    the CPU. ValueError says what is not supported.
     """
     _check(geometry, config, interpret)
     num_rows = arrays.seq_lens.shape[0]
     plan = fit(Plan(geometry, config, scale, has_starts=arrays.q.shape[0] != num_rows))
-    assert prefix is None or not plan.has_starts, "a prefix is for rows of one query"
     inputs = Inputs(*arrays[:4], _windows(arrays.q), arrays.k, arrays.v, row_order, prefix)
     shape = jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype)
     run = functools.partial(
@@ -415,7 +414,10 @@ def _begin(plan: Plan, inputs: Inputs, work: Work) -> Softmax:
 def _load_piece(
     plan: Plan, prefix: Prefix, work: Work, index: Array, num_pieces: Array
 ) -> tuple[Float[Array, " num_columns"], Float[Array, "head_dim num_columns"]]:
-    """A piece's log-sum and output; where there is no such piece, one that weighs nothing."""
+    """A piece's log-sum and output; where there is no such piece, one that weighs nothing.
+
+    A row with a prefix has one query: what the columns of others get does not matter.
+    """
     piece = prefix.first_piece[work.row] + jnp.minimum(index, num_pieces - 1)
     first_head = lax.div(work.head * plan.geometry.group, ALIGNED_HEADS) * ALIGNED_HEADS
     heads = pl.ds(pl.multiple_of(first_head, ALIGNED_HEADS), plan.num_columns)
@@ -588,8 +590,8 @@ def _merged(plan: Plan, scratch: Scratch) -> Float[Array, "head_dim num_columns"
     return merged.values / _over_rows(merged.total, merged.values)
 
 
-def padded_heads(geometry: Geometry) -> int:
+def padded_heads(geometry: Geometry, *, has_starts: bool) -> int:
     """Heads of Prefix's arrays: as many as let a program load its columns wherever its own heads stand."""
-    plan = Plan(geometry, MosaicDecodeConfig(TILE_KEYS, 2, 1), 1.0, has_starts=False)
+    plan = Plan(geometry, MosaicDecodeConfig(TILE_KEYS, 2, 1), 1.0, has_starts)
     last_window = (geometry.num_heads - geometry.group) // ALIGNED_HEADS
-    return (last_window + plan.num_windows) * ALIGNED_HEADS
+    return last_window * ALIGNED_HEADS + plan.num_columns

@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
+from paxpage.engine.sharing import PrefixFinder
 from paxpage.models.registry import Params
 
 # Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU
@@ -27,6 +28,7 @@ ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 16, 32, 64, 128, 160, 19
 TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
 # Rows of decode steps that read shared prefixes once: fewer than ROW_BUCKETS, as what they save outweighs some padding.
 SHARING_BUCKETS = {"cpu": (), "gpu": (32, 64, 128, 192, 256, 512)}
+MAX_SHARING_TOKENS = 512  # of a mixed step; longer ones are few, and most of their time goes into other tokens
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 
@@ -37,7 +39,8 @@ def step_shapes(
     """Every padded size that a step can have, smallest first: decode shapes, then mixed ones.
 
     platform: a key of ROW_BUCKETS. A mixed shape has more tokens than rows, so the two kinds cannot be confused.
-    is_sharing: also decode shapes for batches with shared prefixes.
+    is_sharing: also decode shapes for batches with shared prefixes, which the shorter mixed ones then take too: 2% of
+    a decode step, where there are none, is worth a shape of its own, and 1% of a mixed one is not.
     """
     rows = [n for n in ROW_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs]
     sharing = [n for n in SHARING_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs] if is_sharing else []
@@ -45,16 +48,22 @@ def step_shapes(
     mixed = [(n, max(r for r in rows if r < n)) for n in TOKEN_BUCKETS[platform] if n < most] + [(most, max_num_seqs)]
     decode = [StepShape(n, n, blocks_per_row) for n in rows]
     decode += [StepShape(n, n, blocks_per_row, cascade.MAX_PIECES) for n in sharing]
-    return decode + [StepShape(*size, blocks_per_row) for size in mixed]
+    most_pieces = cascade.MAX_PIECES if is_sharing else 0
+    pieces = [most_pieces if num_tokens <= MAX_SHARING_TOKENS else 0 for num_tokens, _ in mixed]
+    return decode + [StepShape(*size, blocks_per_row, count) for size, count in zip(mixed, pieces, strict=True)]
 
 
 def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch, *, has_shared: bool = False) -> StepShape:
-    """The smallest shape that a batch fits in; decode shapes are for batches of one token a row."""
+    """The smallest shape that a batch fits in; decode shapes are for batches of one token a row.
+
+    has_shared: of a decode batch, whether rows share beginnings.
+    """
     is_decode, num_tokens, num_rows = batch.is_decode, batch.num_tokens, len(batch.rows)
     return next(
         shape
         for shape in shapes
-        if (shape.is_decode, shape.max_pieces > 0) == (is_decode, has_shared)
+        if shape.is_decode == is_decode
+        and (not is_decode or (shape.max_pieces > 0) == has_shared)
         and shape.num_tokens >= num_tokens
         and shape.num_rows >= num_rows
     )
@@ -131,7 +140,7 @@ class ModelRunner:
         self._layout = layout
         self._max_logprobs = max_logprobs
         self._known_vocab_size = vocab_size
-        self._sharing_rules = sharing_rules
+        self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules)
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._previous: jax.Array | None = None  # the tokens of the last step launched
@@ -195,9 +204,9 @@ class ModelRunner:
 
     def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
-        shared = self._shared_prefixes(batch, manager)
+        shared = self._finder.find(batch, manager) if self._finder else None
         shape = choose_shape(self.shapes, batch, has_shared=shared is not None)
-        packed = batches.pack(batch, shape, manager, shared)
+        packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
             self.cache = self._compiled[COPY](self.cache, pairs)
@@ -235,19 +244,6 @@ class ModelRunner:
             for packed in batches.pack_adjustments(batch.rows, num_rows):
                 adjusted = self._compiled[ADJUST, num_rows](logits, adjusted, packed, self._previous)
         return adjusted
-
-    def _shared_prefixes(
-        self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager
-    ) -> cascade.SharedPrefixes | None:
-        """Of a decode batch, where reading them once pays."""
-        rules = self._sharing_rules
-        if rules is None or not batch.is_decode:
-            return None
-        table_rows = np.array([row.request.row for row in batch.rows])
-        if not cascade.may_share(manager.block_tables, table_rows, rules):
-            return None
-        seq_lens = np.array([row.start + 1 for row in batch.rows])
-        return cascade.shared_prefixes(manager.block_tables, table_rows, seq_lens, rules)
 
     def fetch(self, launched: Launched) -> HostTokens:
         """Waits for a step's tokens. Raises what the step raised."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,19 +37,31 @@ def case_of(
     block_size: int = 16,
     dtype: str = "bfloat16",
     garbage: Garbage | None = None,
+    chunks: Mapping[int, int] | None = None,
 ) -> AttentionCase:
-    """Rows of one query whose tables begin with the first row's of the same prefix, and some rows of padding."""
-    shape = AttentionShape("shared", *layout, block_size, tuple(Row(sum(row) - 1, 1) for row in rows))
+    """Rows of one query whose tables begin with the first row's of the same prefix, and some rows of padding.
+
+    chunks: rows that share nothing and have other than one query, and how many.
+    """
+    queries = np.ones(len(rows), int)
+    for index, count in (chunks or {}).items():
+        queries[index] = count
+    new_rows = tuple(Row(sum(row) - count, count) for row, count in zip(rows, queries.tolist(), strict=True))
+    shape = AttentionShape("shared", *layout, block_size, new_rows)
     num_rows, blocks_per_row = len(rows) + 1, max(map(sum, rows)) // block_size + 3
-    padding = Padding(num_rows, num_rows, blocks_per_row, shape.num_blocks + 12)
+    num_tokens = num_rows if chunks is None else -(-shape.num_tokens // 8) * 8 + 8
+    padding = Padding(num_tokens, num_rows, blocks_per_row, shape.num_blocks + 12)
     case = make_case(shape, padding, dtype=dtype, garbage=garbage)
     for index, (num_shared, num_own) in enumerate(rows):
+        if num_shared == NONE:
+            continue
         first = next(row for row, (other, _) in enumerate(rows) if other == num_shared)
         case.block_tables[index, : num_shared // block_size] = case.block_tables[first, : num_shared // block_size]
         positions = np.arange(num_shared + num_own)
         slots = case.block_tables[index, positions // block_size], slice(None), positions % block_size
         keys, values = case.k_cache[LAYER][slots], case.v_cache[LAYER][slots]
-        case.expected[index] = dense_attention(case.q[index : index + 1], keys, values, sum(rows[index]) - 1, None)[0]
+        token = case.query_start_loc[index]
+        case.expected[token] = dense_attention(case.q[token : token + 1], keys, values, sum(rows[index]) - 1, None)[0]
     return case
 
 
@@ -62,7 +75,9 @@ def geometry_of(case: AttentionCase) -> Geometry:
 def shared_in(case: AttentionCase, **changes: int) -> SharedPrefixes:
     """What is found, by rules under which next to nothing pays."""
     rules = cascade.rules_for(geometry_of(case))._replace(**({"min_saved_tokens": 100} | changes))
-    shared = cascade.shared_prefixes(case.block_tables, np.arange(len(case.q)), case.seq_lens, rules)
+    is_alone = np.diff(case.query_start_loc) == 1
+    seq_lens, tokens = np.where(is_alone, case.seq_lens, 0), case.query_start_loc[:-1]
+    shared = cascade.shared_prefixes(case.block_tables, np.arange(len(seq_lens)), seq_lens, tokens, rules)
     assert shared is not None
     return shared
 
@@ -95,6 +110,18 @@ def test_agrees_with_dense_attention(
     assert shared.num_tokens.tolist() == [num_shared for num_shared, _ in ROWS] + [0]
     assert set(shared.num_pieces.tolist()) == {0, 2, 5}
     np.testing.assert_allclose(interpreted(case, shared), case.expected, rtol=0, atol=TOLERANCE[dtype])
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def test_rows_beside_prefill_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chunk that stands between rows that share, and a row of two queries, which the decode kernel takes too."""
+    case = case_of(EVEN, [*ROWS[:3], (NONE, 90), (NONE, 30), *ROWS[4:]], chunks={3: 20, 4: 2})
+    shared = shared_in(case)
+    assert shared.num_tokens.tolist() == [LONG, SHORT, LONG, 0, 0, LONG, SHORT, LONG, SHORT, SHORT, 0]
+    is_decode = np.ones(len(case.q), bool)
+    is_decode[3:23] = is_decode[case.query_start_loc[-1] :] = False
+    out = interpreted(case, shared)[is_decode]
+    np.testing.assert_allclose(out, case.expected[is_decode], rtol=0, atol=TOLERANCE["bfloat16"])
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
@@ -141,6 +168,19 @@ def test_on_a_gpu_at_real_sizes(layout: HeadLayout, block_size: int, dtype: str)
     np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE[dtype])
     np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE[dtype])
     np.testing.assert_array_equal(out[len(rows) :], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [HeadLayout(32, 8, 128), HeadLayout(32, 8, 64), HeadLayout(9, 3, 64)], ids=str)
+def test_beside_prefill_chunks_on_a_gpu(layout: HeadLayout) -> None:
+    lengths = (1024, 512, 0, 640)
+    rows = [(lengths[row % 4], 100 + 37 * row % 200) for row in range(99)]
+    case = case_of(layout, rows, chunks={2: 40, 6: 2, 50: 64})
+    shared = SharedPrefixes(*map(jnp.asarray, shared_in(case)))
+    attend = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
+    out, plain = (np.asarray(attend(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
+    np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE["bfloat16"])
+    np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("layout", [HeadLayout(32, 8, 128), HeadLayout(9, 3, 64)], ids=str)

@@ -1,4 +1,4 @@
-"""Which rows of a decode batch share which beginnings, and how that is cut into work: numpy alone."""
+"""Which rows of a batch share which beginnings, and how that is cut into work: numpy alone."""
 
 import dataclasses
 
@@ -88,14 +88,23 @@ def test_no_group_that_pays_is_left(batch: tuple[np.ndarray, np.ndarray]) -> Non
 @given(batches(), st.integers(1, 6))
 def test_pieces_cover_each_rows_prefix_once(batch: tuple[np.ndarray, np.ndarray], num_lanes: int) -> None:
     tables, seq_lens = batch
-    shared = shared_prefixes(tables, np.arange(len(tables)), seq_lens, SMALL._replace(num_lanes=num_lanes))
+    rules, rows = SMALL._replace(num_lanes=num_lanes), np.arange(len(tables))
+    tokens = np.cumsum(np.where(seq_lens == 0, 3, 1)) - 1  # rows that take no part may have other than one query
+    shared = shared_prefixes(tables, rows, seq_lens, tokens, rules)
     if shared is None:
         return
-    check(shared, tables, seq_lens)
+    check(shared, tables, seq_lens, tokens)
 
 
-def check(shared: SharedPrefixes, tables: np.ndarray, seq_lens: np.ndarray, window_rows: int = 16) -> None:
+def check(
+    shared: SharedPrefixes,
+    tables: np.ndarray,
+    seq_lens: np.ndarray,
+    tokens: np.ndarray | None = None,
+    window_rows: int = 16,
+) -> None:
     """What the kernels take for granted."""
+    tokens = np.arange(len(tables)) if tokens is None else tokens
     total = int(shared.total[0])
     assert 1 <= total <= MAX_PIECES and (shared.num_tokens > 0).sum() > WINDOW_COST
     assert all(field.dtype == np.int32 for field in shared)
@@ -108,7 +117,7 @@ def check(shared: SharedPrefixes, tables: np.ndarray, seq_lens: np.ndarray, wind
         for piece in map(Piece._make, shared.pieces[first : first + count].tolist()):
             assert piece.num_tokens == num_tokens and piece.first_tile == next_tile and piece.num_tiles > 0
             assert (tables[piece.row, : num_tokens // 16] == tables[row, : num_tokens // 16]).all()
-            assert row == piece.chunk * 8 + place and 0 <= place < window_rows
+            assert tokens[row] == piece.chunk * 8 + place and 0 <= place < window_rows
             next_tile += piece.num_tiles
         assert next_tile == -(-num_tokens // TILE_KEYS)
 
@@ -116,9 +125,9 @@ def check(shared: SharedPrefixes, tables: np.ndarray, seq_lens: np.ndarray, wind
 def test_the_workload_of_many_users_on_one_system_prompt() -> None:
     """64 rows, 4000 shared tokens: one piece for each lane, all of one size."""
     tables = tables_of([list(range(1, 251))] * 64, 272)
-    shared = shared_prefixes(tables, np.arange(64), np.full(64, 4033), rules_for(LLAMA))
+    shared = shared_prefixes(tables, np.arange(64), np.full(64, 4033), np.arange(64), rules_for(LLAMA))
     assert shared is not None
-    check(shared, tables, np.full(64, 4033), 64)
+    check(shared, tables, np.full(64, 4033), window_rows=64)
     assert shared.pieces[:9].tolist() == [[0, 0, 4000, 4 * piece, 4] for piece in range(8)] + [[0] * 5]
     assert shared.num_pieces.tolist() == [8] * 64 and shared.place.tolist() == list(range(64))
 
@@ -129,9 +138,9 @@ def test_several_groups_and_rows_that_stand_anywhere() -> None:
     prefixes = [long if row % 2 else short for row in range(100)]
     order = np.random.default_rng(0).permutation(100)
     tables = tables_of(prefixes, 272)
-    shared = shared_prefixes(tables, order, np.full(100, 4000), rules_for(LLAMA))
+    shared = shared_prefixes(tables, order, np.full(100, 4000), np.arange(100), rules_for(LLAMA))
     assert shared is not None
-    check(shared, tables[order], np.full(100, 4000), 64)
+    check(shared, tables[order], np.full(100, 4000), window_rows=64)
     assert shared.num_tokens.tolist() == [1600 if row % 2 else 640 for row in order]
 
 
@@ -153,20 +162,20 @@ def test_one_row_that_shares_less_does_not_spoil_it() -> None:
 )
 def test_short_or_lonely_beginnings_are_left_alone(num_rows: int, num_blocks: int, is_worth_it: bool) -> None:
     tables, rows = tables_of([list(range(1, num_blocks + 1))] * num_rows, 272), np.arange(num_rows)
-    assert (shared_prefixes(tables, rows, np.full(num_rows, 4300), rules_for(LLAMA)) is not None) == is_worth_it
+    assert (shared_prefixes(tables, rows, np.full(num_rows, 4300), rows, rules_for(LLAMA)) is not None) == is_worth_it
     assert may_share(tables, rows, rules_for(LLAMA)) == is_worth_it
 
 
 def test_null_blocks_are_nobodys_beginning() -> None:
     tables = np.zeros((64, 272), np.int32)
     assert not may_share(tables, np.arange(64), rules_for(LLAMA))
-    assert shared_prefixes(tables, np.arange(64), np.zeros(64, np.int32), rules_for(LLAMA)) is None
+    assert shared_prefixes(tables, np.arange(64), np.zeros(64, np.int32), np.arange(64), rules_for(LLAMA)) is None
 
 
 def test_a_last_block_that_is_being_written_is_not_shared() -> None:
     """Forks of one sequence have all blocks in common but the one that the step writes to."""
     tables = tables_of([list(range(1, 101))] * 32, 272)
-    shared = shared_prefixes(tables, np.arange(32), np.full(32, 1600), rules_for(LLAMA))
+    shared = shared_prefixes(tables, np.arange(32), np.full(32, 1600), np.arange(32), rules_for(LLAMA))
     assert shared is not None and shared.num_tokens.tolist() == [99 * 16] * 32
 
 

@@ -10,6 +10,7 @@ from pallas_kernels.paged_attention import cascade
 from paxpage import LLM
 from paxpage.engine.batch import StepShape, pack, unpack, unpack_shared
 from paxpage.engine.model_runner import choose_shape, step_shapes
+from paxpage.engine.sharing import PrefixFinder
 from tests.helpers.checkpoints import TINY, write_checkpoint
 from tests.helpers.engines import greedy_params, tokens
 from tests.unit.engine.host_side import Sizes, make_request, make_scheduler
@@ -35,20 +36,22 @@ def test_a_step_with_shared_prefixes_gives_the_same_tokens(tiny: LLM) -> None:
     sharing = plain._replace(max_pieces=cascade.MAX_PIECES)
     runner.shapes.append(sharing)
     runner._compiled[sharing] = runner._compile(sharing)
-    runner._sharing_rules = RULES
+    runner._finder = PrefixFinder(RULES)
     kept = runner._compiled.pop(plain)  # so that a step in it would fail
     try:
         assert tokens(tiny, PROMPTS, params) == expected
     finally:
-        runner._compiled[plain], runner._sharing_rules = kept, None
+        runner._compiled[plain], runner._finder = kept, None
         runner.shapes.remove(sharing)
 
 
 def test_shapes_for_sharing_are_chosen_where_something_is_shared() -> None:
-    shapes = step_shapes("gpu", 256, 512, 8, is_sharing=True)
-    assert [shape.num_rows for shape in shapes if shape.max_pieces] == [32, 64, 128, 192, 256]
-    assert [shape for shape in shapes if not shape.max_pieces] == step_shapes("gpu", 256, 512, 8)
-    assert not any(shape.max_pieces for shape in shapes if not shape.is_decode) and shapes[-1] == StepShape(512, 256, 8)
+    shapes = step_shapes("gpu", 256, 1024, 8, is_sharing=True)
+    assert [shape.num_rows for shape in shapes if shape.is_decode and shape.max_pieces] == [32, 64, 128, 192, 256]
+    longest = {shape.max_pieces: shape.num_tokens for shape in shapes if not shape.is_decode}
+    assert longest == {cascade.MAX_PIECES: 512, 0: 1024} and len(shapes) == len(set(shapes))
+    without = {shape._replace(max_pieces=0) for shape in shapes}
+    assert without == set(step_shapes("gpu", 256, 1024, 8))
     scheduler = make_scheduler(Sizes(num_usable=200, max_num_seqs=40))
     for index in range(40):
         scheduler.add(make_request(str(index), 1))
@@ -56,6 +59,32 @@ def test_shapes_for_sharing_are_chosen_where_something_is_shared() -> None:
     batch = scheduler.schedule()
     assert choose_shape(shapes, batch) == StepShape(64, 64, 8)
     assert choose_shape(shapes, batch, has_shared=True) == StepShape(64, 64, 8, cascade.MAX_PIECES)
+
+
+def test_what_decode_steps_share_is_looked_for_when_their_requests_change() -> None:
+    """And in every mixed step, where rows of more than one query share nothing."""
+    scheduler = make_scheduler(Sizes(num_usable=200, max_num_seqs=8, max_num_batched_tokens=300, has_prefix_cache=True))
+    for index, prompt in enumerate(PROMPTS):
+        scheduler.add(make_request(str(index), prompt, max_tokens=20))
+    finder = PrefixFinder(RULES)
+
+    def find() -> tuple[cascade.SharedPrefixes | None, int]:
+        batch = scheduler.schedule()
+        found = finder.find(batch, scheduler.manager)
+        scheduler.update(batch, [7] * len(batch.rows))
+        return found, len(batch.rows)
+
+    find()
+    while scheduler.waiting or any(request.num_computed_tokens < 155 for request in scheduler.running):
+        find()
+    (first, num_rows), (second, _) = find(), find()
+    assert first is second and first is not None and num_rows == 6
+    assert first.num_tokens.tolist() == [144] * 6 and first.place.tolist() == list(range(6))
+    scheduler.add(make_request("late", [9] * 40))
+    mixed, num_rows = find()
+    assert mixed is not None and num_rows == 7 and mixed.num_tokens.tolist() == [144] * 6 + [0]
+    again, num_rows = find()
+    assert again is not None and again is not first and num_rows == 7 and again.num_tokens.tolist() == [144] * 6 + [0]
 
 
 def test_shared_prefixes_travel_with_the_batch() -> None:

@@ -1,0 +1,39 @@
+"""Which beginnings the rows of a batch share, asked before every step and mostly known from the one before."""
+
+import numpy as np
+
+from pallas_kernels.paged_attention import cascade
+from paxpage.engine.kv_cache_manager import KVCacheManager
+from paxpage.engine.request import Request
+from paxpage.engine.scheduler import ScheduledBatch
+
+
+class PrefixFinder:
+    """cascade.shared_prefixes for scheduled batches.
+
+    What it finds in a decode step holds as long as the same requests decode: blocks at the beginning of a running
+    request's table are not replaced. One that is preempted comes back by way of a mixed step, which is remembered not.
+    """
+
+    def __init__(self, rules: cascade.Rules) -> None:
+        self.rules = rules
+        self._requests: list[Request] = []  # of the last step, if it was a decode step
+        self._found: cascade.SharedPrefixes | None = None
+
+    def find(self, batch: ScheduledBatch, manager: KVCacheManager) -> cascade.SharedPrefixes | None:
+        """The shared beginnings that are worth reading once, arrays of len(batch.rows); None if there are none."""
+        requests = [row.request for row in batch.rows]
+        if not batch.is_decode:
+            self._requests = []
+            return self._search(batch, manager)
+        if requests != self._requests:
+            self._requests, self._found = requests, self._search(batch, manager)
+        return self._found
+
+    def _search(self, batch: ScheduledBatch, manager: KVCacheManager) -> cascade.SharedPrefixes | None:
+        table_rows = np.array([row.request.row for row in batch.rows])
+        if not cascade.may_share(manager.block_tables, table_rows, self.rules):
+            return None
+        seq_lens = np.array([row.start + 1 if row.num_tokens == 1 else 0 for row in batch.rows])
+        tokens = np.cumsum([0, *(row.num_tokens for row in batch.rows)], dtype=np.int32)[:-1]
+        return cascade.shared_prefixes(manager.block_tables, table_rows, seq_lens, tokens, self.rules)
