@@ -41,7 +41,7 @@ FLAGS_BY_GROUP = {
         Flag("block_size", int, 16, "tokens of a block"),
         Flag("kv_cache_dtype", str, "auto", "auto: the model's dtype"),
         Flag("enable_prefix_caching", bool, None, "reuse the blocks of prompts with the same beginning"),
-        Flag("enable_cascade_attention", bool, None, "read a prefix that many rows share once a step (Hopper GPUs)"),
+        Flag("enable_cascade_attention", bool, None, "read a prefix that many rows share once a step (Hopper)"),
     ),
     "scheduling": (
         Flag("max_num_seqs", int, None, "samples that run at once"),

@@ -54,7 +54,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         num_blocks: int | None = None,
         enable_prefix_caching: bool = True,
-        enable_cascade_attention: bool = False,
+        enable_cascade_attention: bool = True,
         tensor_parallel_size: int = 1,
         load_format: str = "auto",
         async_scheduling: bool | None = None,
