@@ -107,6 +107,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     scheduling_policy: str = "fcfs"
+    num_tokens_beside_decodes: int | None = None  # of a step in which most requests decode; None: as of any
     async_scheduling: bool | None = None  # schedule a step while the one before runs; None: on a GPU
     max_logprobs: int = 20  # a request may ask for, a token; -1: as many as there are tokens
     compilation_cache_dir: str | None = None

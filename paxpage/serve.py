@@ -46,6 +46,7 @@ FLAGS_BY_GROUP = {
     "scheduling": (
         Flag("max_num_seqs", int, None, "samples that run at once"),
         Flag("max_num_batched_tokens", int, None, "tokens of one step"),
+        Flag("num_tokens_beside_decodes", int, None, "of a step while most requests decode; 512 on a GPU if not given"),
         Flag("max_num_queued_reqs", int, None, "prompts that may wait; more are answered 429. No limit if not given"),
         Flag("scheduling_policy", str, "fcfs", "fcfs or priority"),
         Flag("async_scheduling", bool, None, "schedule a step while the one before runs; on a GPU if not given"),

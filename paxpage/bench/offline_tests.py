@@ -12,7 +12,8 @@ from paxpage.bench import workloads
 from paxpage.bench.arrivals import due_times
 from paxpage.bench.open_loop import Arrivals, greedy
 from paxpage.bench.workloads import WorkloadRequest
-from paxpage.engine.llm import LLM
+from paxpage.engine.build import serving_config
+from paxpage.engine.llm import LLM, without_old_garbage
 
 SEED = 0
 PROMPT_SEED = 7
@@ -219,12 +220,18 @@ def batch_decode(bench: OfflineTests) -> None:
 
 
 def poisson_arrivals(bench: OfflineTests) -> None:
-    """Test 5: requests one by one at each rate, times to and between tokens."""
-    work = bench.drawn(bench.sizes.num_arrivals)
-    for rate in bench.effort.rates:
-        bench.llm.reset_prefix_cache()
-        result = Arrivals(bench.llm.engine, work, due_times(len(work), rate, 1.0, SEED)).run()
-        bench.emit("5_poisson_arrivals", {"rate_req_s": rate, "n": len(work)} | result)
+    """Test 5: requests one by one at each rate, times to and between tokens. The scheduler's limits are a server's."""
+    work, engine = bench.drawn(bench.sizes.num_arrivals), bench.llm.engine
+    offline, beside_decodes = engine.scheduler.config, serving_config(engine.config).num_tokens_beside_decodes
+    engine.scheduler.config = dataclasses.replace(offline, num_tokens_beside_decodes=beside_decodes)
+    try:
+        for rate in bench.effort.rates:
+            bench.llm.reset_prefix_cache()
+            with without_old_garbage():
+                result = Arrivals(engine, work, due_times(len(work), rate, 1.0, SEED)).run()
+            bench.emit("5_poisson_arrivals", {"rate_req_s": rate, "n": len(work)} | result)
+    finally:
+        engine.scheduler.config = offline
 
 
 def large_batch_decode(bench: OfflineTests) -> None:

@@ -27,9 +27,19 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
 
-# On an H200, 8B, a step of 512 tokens takes 11.6 ms where one of 4,096 takes 83, and computes a prompt at nine tenths
-# of its rate (BUILD_NOTES.md, 2026-11-30; attention not counted).
-TOKENS_BESIDE_DECODES = {"cpu": None, "gpu": 512}
+# Of a server, where somebody waits for each token. On an H200, 8B, a step of 512 tokens takes 11.6 ms where one of
+# 4,096 takes 83, and computes a prompt at nine tenths of its rate (BUILD_NOTES.md, 2026-11-30; attention not counted).
+SERVED_TOKENS_BESIDE_DECODES = {"cpu": None, "gpu": 512}
+
+
+def serving_config(config: EngineConfig) -> EngineConfig:
+    """The same, with steps kept short beside requests that decode, if nothing is said about it.
+
+    For LLM.generate, which gives back everything together, the throughput of long ones is worth more.
+    """
+    if config.num_tokens_beside_decodes is not None:
+        return config
+    return dataclasses.replace(config, num_tokens_beside_decodes=SERVED_TOKENS_BESIDE_DECODES[_platform()])
 
 
 def build_engine(
@@ -113,7 +123,7 @@ def _limits(config: EngineConfig, served: ServedModel) -> SchedulerConfig:
         max_num_batched_tokens=config.max_num_batched_tokens or max(num_tokens, max_num_seqs),
         max_model_len=config.max_model_len or longest,
         policy=config.scheduling_policy,
-        num_tokens_beside_decodes=TOKENS_BESIDE_DECODES[_platform()],
+        num_tokens_beside_decodes=config.num_tokens_beside_decodes,
     )
 
 

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from paxpage.engine.build import build_engine
+from paxpage.engine.build import build_engine, serving_config
 from paxpage.engine.compilation import CompilationCounter
 from paxpage.engine.engine import Engine
 from paxpage.models.embedded import default_model_path
@@ -29,7 +29,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     gc.disable()  # what is made while starting stays: looking through it for garbage is time lost, now and later
     engine = build_engine(
         default_model_path() if options.model is None else options.model,
-        options.engine,
+        serving_config(options.engine),
         tokenizer=options.tokenizer,
         served_model_name=next(iter(options.served_names), None),
     )

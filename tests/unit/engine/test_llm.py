@@ -1,5 +1,6 @@
 """LLM: what a script or a notebook sees of the engine."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from paxpage import LLM, EngineConfig, SamplingParams
-from paxpage.engine import kv_cache, step
+from paxpage.engine import build, kv_cache, step
 from paxpage.prompts import encode_text, render_chat
 from tests.helpers.engines import assert_idle, complete, greedy_params, ids, steps_in_flight, tokens, tokens_alone
 from tests.helpers.fixtures import shelf, unchecked_types
@@ -398,6 +399,29 @@ def test_a_with_block_closes_it_whatever_happens(shelf: Shelf) -> None:
 
 
 # The cache is updated in place
+
+
+def test_garbage_made_before_is_left_alone_while_generating(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looked for again afterwards; what the script itself has frozen stays so."""
+    frozen, run = [], llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (frozen.append(gc.get_freeze_count()), run())[1])
+    complete(llm, PROMPTS[:1], GREEDY)
+    assert min(frozen) > 100_000 and gc.get_freeze_count() < 1000
+    gc.freeze()
+    try:
+        complete(llm, PROMPTS[:1], GREEDY)
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize(("platform", "given", "expected"), [("gpu", None, 512), ("gpu", 64, 64), ("cpu", None, None)])
+def test_a_server_keeps_steps_short_beside_decodes(
+    platform: str, given: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_platform", lambda: platform)
+    config = EngineConfig(num_tokens_beside_decodes=given)
+    assert build.serving_config(config) == dataclasses.replace(config, num_tokens_beside_decodes=expected)
 
 
 def assert_in_place(stats: Any, cache: kv_cache.KVCache) -> None:
