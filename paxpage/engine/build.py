@@ -25,9 +25,9 @@ from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
-# Of a step's logits' size: they, the adjusted ones, and what an H200's samplers take, 3.25 as compiled without a device
-# (BUILD_NOTES.md, 2026-11-30), and as much again for what its own sort may want.
-SAMPLING_ARRAYS = 8
+# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
+# (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
+SAMPLING_ARRAYS = 10
 
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
 
@@ -72,6 +72,7 @@ def build_engine(
         allocating.result()
         runner.set_params(loading.result().params)
     engine = _make_engine(runner, config, limits, served.name, loading.result())
+    runner.warm_up_behind()
     logger.info(start_up_line(engine))
     return engine
 

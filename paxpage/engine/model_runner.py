@@ -28,6 +28,9 @@ TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 192, 256, 320, 384, 51
 SHARING_BUCKETS = {"cpu": (), "gpu": (32, 64, 128, 192, 256, 512)}
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
+# Whether only the largest steps, in which every batch fits, are compiled before the first request. On a GPU all are:
+# compiling times kernels there, which wants a quiet device.
+STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
 # Rows for which there is no sampler, and none of what goes with it: a step of the next number costs the same there.
 UNSAMPLED_ROWS = {"cpu": (), "gpu": (4, 16)}
 
@@ -142,6 +145,7 @@ class ModelRunner:
         self._sharing_rules = sharing_rules
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._sampled_shapes = sampled_shapes(shapes, platform)
+        self._starts_with_largest = STARTS_WITH_LARGEST[platform]
         self._compiled = Programs()
         self._previous: jax.Array | None = None  # the tokens of the last step launched
 
@@ -180,11 +184,38 @@ class ModelRunner:
         return self._compiled.error()
 
     def warm_up(self, *, show_progress: bool) -> None:
-        """Compiles what most requests take, and leaves the rest to threads: see warmed_up."""
-        steps = {shape: functools.partial(self._compile, shape) for shape in reversed(self.shapes)}  # longest first
-        samplers = self._sampler_jobs(has_logprobs=self._sampler_variants[0])
+        """Compiles what answers any request that asks for nothing rare."""
+        jobs = self._usual_jobs()
+        first = {key: jobs[key] for key in jobs if self._is_first(key)}
+        self._compiled.compile(first, show_progress=show_progress)
+
+    def warm_up_behind(self) -> None:
+        """Leaves everything else to threads, what one small request takes first: see warmed_up. Does not wait."""
+        jobs = self._usual_jobs()
+        late = {key: jobs[key] for key in reversed(jobs) if not self._is_first(key)}
+        self._compiled.compile_behind({**late, **self._rare_jobs()})
+
+    def _usual_jobs(self) -> Jobs:
+        """Steps, copies and samplers, the longest compilations first."""
+        steps = {shape: functools.partial(self._compile, shape) for shape in reversed(self.shapes)}
         copy = {COPY: functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))}
-        self._compiled.compile({**steps, **samplers, **copy}, self._rare_jobs(), show_progress=show_progress)
+        return {**steps, **copy, **self._sampler_jobs(has_logprobs=self._sampler_variants[0])}
+
+    def _is_first(self, key: Any) -> bool:
+        """Whether the first request waits for it: everything, or the steps and samplers for batches of any size."""
+        if key == COPY or not self._starts_with_largest:
+            return True
+        if not isinstance(key, StepShape):
+            return key[0] == self.max_rows
+        return key.num_rows == self.max_rows and (key.is_decode or key == self.shapes[-1])
+
+    def _usable_shapes(self, *, has_sampler: bool) -> Sequence[StepShape]:
+        """For a batch that needs a sampler or none; until everything is compiled, those that are."""
+        shapes = self._sampled_shapes if has_sampler else self.shapes
+        if self.warmed_up.done():
+            return shapes
+        has, variant = self._compiled.has, self._sampler_variants[0]
+        return [shape for shape in shapes if has(shape) and (not has_sampler or has((shape.num_rows, variant)))]
 
     @property
     def _sampled_rows(self) -> list[int]:
@@ -230,8 +261,7 @@ class ModelRunner:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
         shared = self._shared_prefixes(batch, manager)
         has_sampler = batches.needs_sampler(batch.rows)
-        shapes = self._sampled_shapes if has_sampler else self.shapes
-        shape = choose_shape(shapes, batch, has_shared=shared is not None)
+        shape = choose_shape(self._usable_shapes(has_sampler=has_sampler), batch, has_shared=shared is not None)
         packed = batches.pack(batch, shape, manager, shared)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
@@ -310,10 +340,17 @@ class ModelRunner:
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
     def close(self) -> None:
-        """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
+        """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process.
+
+        A compilation may still be running: join() waits for it.
+        """
         self.set_params({})
         self.cache, self._logits = None, {}
         self._compiled.close()
+
+    def join(self) -> None:
+        """Waits for the threads that compile; after close() they end with what they are at."""
+        self._compiled.join()
 
     def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> jax.stages.Compiled:
         num_top = min(self._max_logprobs, self.vocab_size) if has_logprobs else None

@@ -4,7 +4,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-Jobs = Mapping[Any, Callable[[], jax.stages.Compiled]]
+Jobs = dict[Any, Callable[[], jax.stages.Compiled]]
 
 
 class Job:
@@ -42,8 +42,8 @@ class Programs(dict[Any, jax.stages.Compiled]):
     """A dict of programs, filled by threads.
 
     Looking up one that is not there yet waits for it; if no thread has begun it, the caller's compiles it at once. So
-    nothing is compiled twice, and nobody waits for what he does not need. ended: done once all are compiled or close()
-    was called; its exception is why one could not be. The threads end with their work, and soon after the main thread.
+    nothing is compiled twice, and nobody waits for what he does not need. ended: done once the last are compiled or
+    close() was called; its exception is why one could not be. Threads end with their work, and soon after the main one.
     """
 
     def __init__(self) -> None:
@@ -51,38 +51,59 @@ class Programs(dict[Any, jax.stages.Compiled]):
         self.ended: Future[None] = Future()
         self._jobs: dict[Any, Job] = {}  # of those that are not in the dict
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._num_left = 0
+        self._threads: list[threading.Thread] = []
+        self._num_left = 1  # compilations, and the call of compile_behind
         self._has_ended = False
         self._lock = threading.Lock()  # of the two
 
-    def compile(self, first: Jobs, later: Jobs, *, show_progress: bool) -> None:
-        """Compiles several at a time (XLA does it outside Python's lock); returns when the first ones are there.
+    def compile(self, jobs: Jobs, *, show_progress: bool) -> None:
+        """Compiles several at a time (XLA does it outside Python's lock) and waits for all, with a bar on stderr.
 
-        show_progress: a bar on stderr. Raises what compiling one of the first raised.
+        Raises what compiling one of them raised; then no other is begun.
         """
-        waiting = [Job(key, compile_it) for key, compile_it in [*first.items(), *later.items()]]
-        self._jobs, self._num_left = {job.key: job for job in waiting}, len(waiting)
-        for job in waiting:
-            job.future.add_done_callback(self._count)
-            self._queue.put(job)
-        for _ in range(min(len(waiting), os.cpu_count() or 1)):
-            threading.Thread(target=self._work, name="compile").start()
         try:
-            for job in tqdm(waiting[: len(first)], desc="compiling", unit="step", disable=not show_progress):
+            for job in tqdm(self._submit(jobs), desc="compiling", unit="step", disable=not show_progress):
                 self._take(job)
         except BaseException:
             self.close()
             raise
 
+    def compile_behind(self, jobs: Jobs) -> None:
+        """Has the last ones compiled, in this order; does not wait."""
+        self._submit(jobs)
+        self._count_down()
+
+    def _submit(self, jobs: Jobs) -> list[Job]:
+        submitted = [Job(key, compile_it) for key, compile_it in jobs.items()]
+        self._jobs.update((job.key, job) for job in submitted)
+        self._num_left += len(submitted)
+        for job in submitted:
+            job.future.add_done_callback(self._count)
+            self._queue.put(job)
+        for _ in range(min(len(submitted), os.cpu_count() or 1)):
+            self._threads.append(threading.Thread(target=self._work, name="compile"))
+            self._threads[-1].start()
+        return submitted
+
     def error(self) -> BaseException | None:
         """Why one of them could not be compiled; None while all could. Does not wait."""
         return self.ended.exception() if self.ended.done() else None
 
+    def has(self, key: Any) -> bool:
+        """Whether looking it up would not wait."""
+        job = self._jobs.get(key)
+        return key in self or (job is not None and job.future.done())
+
     def close(self) -> None:
-        """Forgets all programs; threads stop after what they are at."""
+        """Forgets all programs; threads stop after what they are at, for which join() waits."""
         self._end(None)
         self._jobs.clear()
         self.clear()
+
+    def join(self) -> None:
+        """Waits for the threads to end."""
+        for thread in self._threads:
+            thread.join()
 
     def __missing__(self, key: Any) -> jax.stages.Compiled:
         job = self._jobs[key]
@@ -104,14 +125,19 @@ class Programs(dict[Any, jax.stages.Compiled]):
             job.run()
 
     def _count(self, future: Future[jax.stages.Compiled]) -> None:
+        error = future.exception()
+        if error is None:
+            self._count_down()
+        elif not self._has_ended:
+            logger.error("a program could not be compiled", exc_info=error)
+            self._end(error)
+
+    def _count_down(self) -> None:
         with self._lock:
             self._num_left -= 1
-            is_last, has_ended = self._num_left == 0, self._has_ended
-        error = future.exception()
-        if error is not None and not has_ended:
-            logger.error("a program could not be compiled", exc_info=error)
-        if error is not None or is_last:
-            self._end(error)
+            is_last = self._num_left == 0
+        if is_last:
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:

@@ -45,7 +45,7 @@ def test_a_program_that_cannot_be_compiled(tiny_dir: Path) -> None:
     """The server ends though no request asks for it, or for anything."""
     with ServerProcess(f"--model={tiny_dir}", *SMALL, command=("-m", "tests.server.failing_warm_up")) as server:
         server.wait_ready()
-        wait_until(lambda: server.client.get("/health").status_code == 503)
+        wait_until(lambda: server.client.get("/health").status_code == 503, 60)
         assert server.process.wait(15) == 1
         assert "a program could not be compiled" in server.log() and "injected" in server.log()
 

@@ -16,14 +16,14 @@ import pytest
 
 from paxpage import LLM, SamplingParams
 from paxpage.engine import sampler
-from paxpage.engine.batch import NUM_SAMPLING_INTS, num_adjusting_ints
+from paxpage.engine.batch import NUM_SAMPLING_INTS, StepShape, num_adjusting_ints
 from paxpage.engine.build import sampling_bytes
 from paxpage.engine.compilation import CompilationCounter
 from paxpage.engine.engine import EngineDeadError
 from paxpage.engine.model_runner import ModelRunner, compile_with, sampled_shapes, step_shapes
 from paxpage.engine.programs import Programs
 from paxpage.engine.step import temporary_bytes
-from tests.helpers.engines import assert_idle, ids
+from tests.helpers.engines import assert_idle, ids, tokens
 from tests.helpers.fixtures import shelf, unchecked_types
 from tests.helpers.shelf import Limits, Shelf
 
@@ -72,27 +72,18 @@ def fail() -> jax.stages.Compiled:
     raise RuntimeError("injected")
 
 
-def compiling_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "compile"]
-
-
-def wait_for_threads() -> None:
-    for thread in compiling_threads():
-        thread.join(TIMEOUT_S)
-    assert compiling_threads() == []
-
-
 def test_the_first_are_there_and_the_later_follow(gate: Gate) -> None:
     programs, open_gate = Programs(), Gate()
     open_gate.opened.set()
-    programs.compile(open_gate.jobs("a", "b"), gate.jobs("c"), show_progress=False)
+    programs.compile(open_gate.jobs("a", "b"), show_progress=False)
+    programs.compile_behind(gate.jobs("c"))
     assert set(programs) == {"a", "b"} and not programs.ended.done()
     with pytest.raises(KeyError):
         programs["unknown"]
     gate.opened.set()
     assert programs.ended.result(TIMEOUT_S) is None and programs.error() is None
     assert programs["c"](1.0) == 2 and gate.counts | open_gate.counts == {"a": 1, "b": 1, "c": 1}
-    wait_for_threads()
+    programs.join()
 
 
 def test_who_needs_one_waits_for_it_alone(gate: Gate) -> None:
@@ -100,43 +91,43 @@ def test_who_needs_one_waits_for_it_alone(gate: Gate) -> None:
     programs, open_gate = Programs(), Gate()
     open_gate.opened.set()
     busy = [f"busy {index}" for index in range(64)]
-    programs.compile({}, gate.jobs(*busy) | open_gate.jobs("needed"), show_progress=False)
+    programs.compile_behind(gate.jobs(*busy) | open_gate.jobs("needed"))
     assert programs["needed"](1.0) == 2
     threading.Timer(0.1, gate.opened.set).start()
     assert programs[busy[0]](2.0) == 3
     programs.ended.result(TIMEOUT_S)
     assert set((gate.counts | open_gate.counts).values()) == {1} and len(gate.counts) == 64
-    wait_for_threads()
+    programs.join()
 
 
 def test_a_failure_of_the_first_is_raised(gate: Gate) -> None:
     programs = Programs()
     with pytest.raises(RuntimeError, match="injected"):
-        programs.compile({"a": fail}, gate.jobs(*range(64)), show_progress=False)
+        programs.compile({"a": fail} | gate.jobs(*range(64)), show_progress=False)
     gate.opened.set()
-    wait_for_threads()
+    programs.join()
     assert len(gate.counts) < 64  # nobody goes on for an engine that will not be
 
 
 def test_a_later_failure_is_logged_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     programs = Programs()
-    programs.compile({}, {"a": fail}, show_progress=False)
+    programs.compile_behind({"a": fail})
     with pytest.raises(RuntimeError, match="injected"):
         programs.ended.result(TIMEOUT_S)
     assert str(programs.error()) == "injected"
     with pytest.raises(RuntimeError, match="injected"):
         programs["a"]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    wait_for_threads()
+    programs.join()
 
 
 def test_closing_in_the_middle(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     programs = Programs()
-    programs.compile({}, gate.jobs(*range(64)), show_progress=False)
+    programs.compile_behind(gate.jobs(*range(64)))
     programs.close()
     assert programs.ended.result(TIMEOUT_S) is None and not programs
     gate.opened.set()
-    wait_for_threads()
+    programs.join()
     assert len(gate.counts) < 64 and not programs and not caplog.records
 
 
@@ -148,20 +139,20 @@ def test_an_interrupted_compilation_is_done_again(gate: Gate) -> None:
         return gate.compile("again")
 
     blocked, programs = Gate(), Programs()
-    programs.compile({}, blocked.jobs(*range(64)) | {"a": interrupted}, show_progress=False)
+    programs.compile_behind(blocked.jobs(*range(64)) | {"a": interrupted})
     with pytest.raises(KeyboardInterrupt):
         programs["a"]
     gate.opened.set()
     assert programs["a"](1.0) == 2
     programs.close()
     blocked.opened.set()
-    wait_for_threads()
+    programs.join()
 
 
 def test_a_process_ends_though_work_is_left() -> None:
     """After what is being compiled at that moment; the rest would take a minute and more."""
     code = "import time; from paxpage.engine.programs import Programs\n"
-    code += "Programs().compile({}, {i: lambda: time.sleep(0.5) for i in range(1000)}, show_progress=False)\n"
+    code += "Programs().compile_behind({i: lambda: time.sleep(0.5) for i in range(1000)})\n"
     started_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and time.monotonic() - started_s < 30
@@ -221,8 +212,32 @@ def test_plain_requests_wait_for_nothing(shelf: Shelf, monkeypatch: pytest.Monke
         for params in (SamplingParams(temperature=0, max_tokens=4), SamplingParams(seed=1, logprobs=1, max_tokens=4)):
             llm.generate(ids(PROMPT), params, use_tqdm=False)
         assert not llm.engine.runner.warmed_up.done()
-    gate.opened.set()
-    wait_for_threads()
+        threading.Timer(0.1, gate.opened.set).start()
+    assert not any(thread.name == "compile" for thread in threading.enumerate())
+
+
+def test_larger_steps_serve_until_smaller_ones_are_compiled(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """On a CPU, where ready means that the largest are there."""
+    compile_shape, taken = ModelRunner._compile, []
+
+    def compile_or_wait(self: ModelRunner, shape: StepShape) -> jax.stages.Compiled:
+        assert shape[:2] in ((4, 4), (80, 4)) or gate.opened.wait(TIMEOUT_S)
+        taken.append(shape[:2])
+        return compile_shape(self, shape)
+
+    monkeypatch.setattr(ModelRunner, "_compile", compile_or_wait)
+    with LLM(str(shelf.tiny_folder), **LIMITS | {"max_num_seqs": 4, "max_num_batched_tokens": 80}) as llm:
+        assert sorted(taken) == [(4, 4), (80, 4)]
+        params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
+        early = tokens(llm, [PROMPT], params)
+        assert not llm.engine.runner.warmed_up.done()
+        gate.opened.set()
+        llm.engine.wait_until_warm()
+        assert sorted(taken) == [(1, 1), (4, 4), (64, 4), (80, 4)]
+        llm.reset_prefix_cache()
+        assert tokens(llm, [PROMPT], params) == early
 
 
 def test_an_engine_dies_of_a_program_that_cannot_be_compiled(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
