@@ -113,6 +113,7 @@ def add_request(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> 
 
 def step_until_decoding(engine: Engine, num_rows: int) -> None:
     """Until all prompts are computed, and some steps more."""
+    engine.wait_until_warm()
     num_decode_steps = 0
     while num_decode_steps < WARM_STEPS:
         engine.step()

@@ -56,9 +56,9 @@ ZONES = {
     ),
     "prompts": Zone(("paxpage.prompts",), ("config",), None),
     "models": Zone(("paxpage.models.*",), ("config", "kernels"), None),
-    "batch": Zone(_in_engine("batch"), ("config", "host", "device"), None),
+    "batch": Zone(_in_engine("batch", "sharing"), ("config", "host", "device", "kernels"), None),
     "device": Zone(
-        _in_engine("kv_cache", "memory", "sampler", "step", "model_runner"),
+        _in_engine("kv_cache", "memory", "sampler", "step", "programs", "model_runner"),
         ("config", "batch", "models", "kernels"),
         None,
     ),

@@ -135,7 +135,8 @@ class OfflineTests:
         return statistics.median(times), [round(t, 4) for t in times]
 
     def warm_up(self) -> None:
-        """A few requests of mixed length, one full-width batch, one long prompt."""
+        """Waits for what is still being compiled; a few requests of mixed length, one full-width batch, a long one."""
+        self.llm.engine.wait_until_warm()
         most, width = self.sizes.long_prompt, self.llm.engine.scheduler.config.max_num_seqs
         lengths = [min(n, most) for n in (5, 40, 300, 1000)]
         self.seconds([self.prompt(n) for n in lengths], [8, 16, 32, 8])

@@ -25,6 +25,10 @@ from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
+# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
+# (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
+SAMPLING_ARRAYS = 10
+
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
 
 # Of a server, where somebody waits for each token. On an H200, 8B, a step of 512 tokens takes 11.6 ms where one of
@@ -78,6 +82,7 @@ def build_engine(
         allocating.result()
         runner.set_params(loading.result().params)
     engine = _make_engine(runner, config, limits, served.name, loading.result())
+    runner.warm_up_behind()
     logger.info(start_up_line(engine))
     return engine
 
@@ -182,7 +187,7 @@ def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seq
 
 
 def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str) -> int:
-    """What the largest step takes beside params and cache, and the logits kept between steps.
+    """What the largest step takes beside params and cache, or its sampling, and the logits kept between steps.
 
     Asked of the compiler only where memory is bounded.
     """
@@ -194,4 +199,13 @@ def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: i
     model = step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
     buffers = [step.logits_buffer_of(num_rows, vocab_size) for num_rows in {s.num_rows for s in shapes}]
     kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
-    return kept_bytes + step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape), shape.num_tokens))
+    step_bytes = step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape), shape.num_tokens))
+    return kept_bytes + max(step_bytes, sampling_bytes(shape.num_rows, vocab_size))
+
+
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
+    """At least what lives while logits of num_rows rows, or of a prompt's tokens, are adjusted, drawn from, described.
+
+    Not asked of the compiler: most of these programs are compiled when the cache has long taken its place.
+    """
+    return SAMPLING_ARRAYS * max(num_rows, step.SCORED_PER_CALL) * vocab_size * 4

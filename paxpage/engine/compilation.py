@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from concurrent.futures import Future
 
 import jax
 
@@ -27,14 +28,18 @@ def use_persistent_cache(cache_dir: str | None) -> None:
 
 
 class CompilationCounter:
-    """Counts XLA compilations (loads from the persistent cache included) in this process from its creation on."""
+    """Counts XLA compilations (loads from the persistent cache included) in this process from its creation on.
 
-    def __init__(self) -> None:
+    after: nothing counts before this is done.
+    """
+
+    def __init__(self, after: Future[None] | None = None) -> None:
         self.num_compilations = 0
+        self._after = after
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and (self._after is None or self._after.done()):
             self.num_compilations += 1
 
     def close(self) -> None:

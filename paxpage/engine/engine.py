@@ -257,8 +257,10 @@ class Engine:
 
         Synchronously, the tokens are those of this pass. Asynchronously this pass is started first and the tokens of
         the one before are taken in while it runs. If a forward pass raises, the cache is rebuilt and all running
-        requests are computed again by later steps; if the next one fails too, EngineDeadError.
+        requests are computed again by later steps; if the next one fails too, EngineDeadError. So it is when a program
+        that was left to be compiled behind the first requests could not be.
         """
+        self._require_programs()
         try:
             batch = self._launch()
             if batch is not None and len(self._in_flight) <= self._max_in_flight:
@@ -267,6 +269,13 @@ class Engine:
         except Exception as error:
             self._recover(error)
             return []
+
+    def wait_until_warm(self) -> None:
+        """Waits until everything is compiled; nothing is any more afterwards. Raises why something could not be.
+
+        No request needs this: a step that lacks a program waits for that one.
+        """
+        self.runner.warmed_up.result()
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything to do."""
@@ -373,6 +382,11 @@ class Engine:
         return lambda token_ids: backend.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
     # Details of step
+
+    def _require_programs(self) -> None:
+        error = self.runner.failure()
+        if error is not None:
+            raise EngineDeadError(f"a program could not be compiled: {error}") from error
 
     def _launch(self) -> ScheduledBatch | None:
         """Schedules and starts a step; None if there is nothing to compute before tokens in flight arrive."""

@@ -169,6 +169,7 @@ class LLM:
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
+                self.engine.runner.join()
 
     def __enter__(self) -> "LLM":
         return self

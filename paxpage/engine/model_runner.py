@@ -1,16 +1,14 @@
 """Sole owner of what lives on the device: params, cache, and the compiled step functions."""
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 from pallas_kernels.paged_attention import cascade
 from pallas_kernels.paged_attention.api import choose_backend
@@ -18,6 +16,7 @@ from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
+from paxpage.engine.programs import Jobs, Programs
 from paxpage.engine.sharing import PrefixFinder
 from paxpage.models.registry import Params
 
@@ -31,6 +30,11 @@ SHARING_BUCKETS = {"cpu": (), "gpu": (32, 64, 128, 192, 256, 512)}
 MAX_SHARING_TOKENS = 512  # of a mixed step; longer ones are few, and most of their time goes into other tokens
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
+# Whether only the largest steps, in which every batch fits, are compiled before the first request. On a GPU all are:
+# compiling times kernels there, which wants a quiet device.
+STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
+# Rows for which there is no sampler, and none of what goes with it: a step of the next number costs the same there.
+UNSAMPLED_ROWS = {"cpu": (), "gpu": (4, 16)}
 
 
 def step_shapes(
@@ -51,6 +55,13 @@ def step_shapes(
     most_pieces = cascade.MAX_PIECES if is_sharing else 0
     pieces = [most_pieces if num_tokens <= MAX_SHARING_TOKENS else 0 for num_tokens, _ in mixed]
     return decode + [StepShape(*size, blocks_per_row, count) for size, count in zip(mixed, pieces, strict=True)]
+
+
+def sampled_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
+    """Those of shapes, whose last has the most rows, that a batch may take which needs a sampler."""
+    shapes = list(shapes)
+    unsampled = set(UNSAMPLED_ROWS[platform]) - {shapes[-1].num_rows}
+    return [shape for shape in shapes if not (shape.is_decode and shape.num_rows in unsampled)]
 
 
 def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch, *, has_shared: bool = False) -> StepShape:
@@ -142,7 +153,9 @@ class ModelRunner:
         self._known_vocab_size = vocab_size
         self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules)
         self._sampler_variants = SAMPLER_VARIANTS[platform]
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._sampled_shapes = sampled_shapes(shapes, platform)
+        self._starts_with_largest = STARTS_WITH_LARGEST[platform]
+        self._compiled = Programs()
         self._previous: jax.Array | None = None  # the tokens of the last step launched
 
     def set_params(self, params: Params) -> None:
@@ -170,33 +183,84 @@ class ModelRunner:
         model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes)
         return step.compile_traced(step.trace_forward(model, shape), shape.num_tokens)
 
-    def warm_up(self, *, show_progress: bool) -> None:
-        """Compiles every step and every sampler there can be, several at a time."""
-        jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
-            shape: functools.partial(self._compile, shape) for shape in self.shapes
-        }
-        for num_rows in sorted({shape.num_rows for shape in self.shapes}):
-            for has_logprobs in self._sampler_variants:
-                jobs[num_rows, has_logprobs] = functools.partial(self._compile_sampler, num_rows, has_logprobs)
-            jobs[ADJUST, num_rows] = functools.partial(self._compile_adjust, num_rows)
-        jobs[COPY] = functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))
-        self._compiled = compile_all(jobs, show_progress)
-        self._compiled |= compile_all(self._scoring_jobs(), show_progress=False)
+    @property
+    def warmed_up(self) -> Future[None]:
+        """Done when nothing is left to compile, or after close(); its exception is why something could not be."""
+        return self._compiled.ended
 
-    def _scoring_jobs(self) -> dict[Any, Callable[[], jax.stages.Compiled]]:
-        """What gives a prompt's log-probabilities: the compiled steps know what hidden states are like."""
-        packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
+    def failure(self) -> BaseException | None:
+        """Why something could not be compiled; None as long as everything could."""
+        return self._compiled.error()
+
+    def warm_up(self, *, show_progress: bool) -> None:
+        """Compiles what answers any request that asks for nothing rare."""
+        jobs = self._usual_jobs()
+        first = {key: jobs[key] for key in jobs if self._is_first(key)}
+        self._compiled.compile(first, show_progress=show_progress)
+
+    def warm_up_behind(self) -> None:
+        """Leaves everything else to threads, what one small request takes first: see warmed_up. Does not wait."""
+        jobs = self._usual_jobs()
+        late = {key: jobs[key] for key in reversed(jobs) if not self._is_first(key)}
+        self._compiled.compile_behind({**late, **self._rare_jobs()})
+
+    def _usual_jobs(self) -> Jobs:
+        """Steps, copies and samplers, the longest compilations first."""
+        steps = {shape: functools.partial(self._compile, shape) for shape in reversed(self.shapes)}
+        copy = {COPY: functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))}
+        return {**steps, **copy, **self._sampler_jobs(has_logprobs=self._sampler_variants[0])}
+
+    def _is_first(self, key: Any) -> bool:
+        """Whether the first request waits for it: everything, or the steps and samplers for batches of any size."""
+        if key == COPY or not self._starts_with_largest:
+            return True
+        if not isinstance(key, StepShape):
+            return key[0] == self.max_rows
+        return key.num_rows == self.max_rows and (key.is_decode or key == self.shapes[-1])
+
+    def _usable_shapes(self, *, has_sampler: bool) -> Sequence[StepShape]:
+        """For a batch that needs a sampler or none; until everything is compiled, those that are."""
+        shapes = self._sampled_shapes if has_sampler else self.shapes
+        if self.warmed_up.done():
+            return shapes
+        has, variant = self._compiled.has, self._sampler_variants[0]
+        return [shape for shape in shapes if has(shape) and (not has_sampler or has((shape.num_rows, variant)))]
+
+    @property
+    def _sampled_rows(self) -> list[int]:
+        return sorted({shape.num_rows for shape in self._sampled_shapes})
+
+    def _sampler_jobs(self, *, has_logprobs: bool) -> Jobs:
+        rows = self._sampled_rows
+        return {(n, has_logprobs): functools.partial(self._compile_sampler, n, has_logprobs) for n in rows}
+
+    def _rare_jobs(self) -> Jobs:
+        """What few requests ask for: changed logits, log-probabilities where they are a sampler's own, scored prompts.
+
+        None of it is needed to know how much memory steps take: build.sampling_bytes bounds that.
+        """
+        adjust = {(ADJUST, n): functools.partial(self._compile_adjust, n) for n in self._sampled_rows}
+        logprobs = [self._sampler_jobs(has_logprobs=variant) for variant in self._sampler_variants[1:]]
         mixed = [shape for shape in self.shapes if not shape.is_decode]
-        hidden = {shape.num_tokens: self._compiled[shape].out_info[0].hidden for shape in mixed}
-        likes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in hidden.values()]
-        states = jax.ShapeDtypeStruct((step.SCORED_PER_CALL, likes[0].shape[1]), likes[0].dtype)
+        states = {(STATES, s.num_tokens): functools.partial(self._compile_states, s) for s in mixed}
+        score = {SCORE: functools.partial(self._compile_score, mixed[0])}
+        return {**adjust, **{key: job for jobs in logprobs for key, job in jobs.items()}, **states, **score}
+
+    def _hidden_like(self, shape: StepShape) -> jax.ShapeDtypeStruct:
+        """A mixed step's hidden states, which its compiled step knows."""
+        like = self._compiled[shape].out_info[0].hidden
+        return jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+    def _compile_states(self, shape: StepShape) -> jax.stages.Compiled:
+        packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
+        return compile_with(step.states_to_score, self._hidden_like(shape), packed)
+
+    def _compile_score(self, shape: StepShape) -> jax.stages.Compiled:
+        like = self._hidden_like(shape)
+        states = jax.ShapeDtypeStruct((step.SCORED_PER_CALL, like.shape[1]), like.dtype)
+        packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
         score = functools.partial(step.score, graphdef=self._graphdef, num_top=min(self._max_logprobs, self.vocab_size))
-        jobs: dict[Any, Callable[[], jax.stages.Compiled]] = {
-            (STATES, like.shape[0]): functools.partial(compile_with, step.states_to_score, like, packed)
-            for like in likes
-        }
-        jobs[SCORE] = functools.partial(compile_with, score, self._abstract_params, states, packed)
-        return jobs
+        return compile_with(score, self._abstract_params, states, packed)
 
     def memory_analysis(self) -> dict[StepShape, Any]:
         """What the compiler says each compiled step takes, by shape."""
@@ -205,7 +269,8 @@ class ModelRunner:
     def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
         """Starts one forward pass that gives a token for every row; does not wait for it."""
         shared = self._finder.find(batch, manager) if self._finder else None
-        shape = choose_shape(self.shapes, batch, has_shared=shared is not None)
+        has_sampler = batches.needs_sampler(batch.rows)
+        shape = choose_shape(self._usable_shapes(has_sampler=has_sampler), batch, has_shared=shared is not None)
         packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
@@ -214,7 +279,7 @@ class ModelRunner:
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
         launched = Launched(output.token_ids, None, scored)
-        if batches.needs_sampler(batch.rows):
+        if has_sampler:
             launched = self._sample(batch, output.logits, scored)
         if logits is not None:
             self._logits[shape.num_rows] = self._next_buffer(output.logits, is_kept=launched.logits is not None)
@@ -271,10 +336,17 @@ class ModelRunner:
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
 
     def close(self) -> None:
-        """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process."""
+        """Drops params, cache and compiled functions: their memory is JAX's to reuse in this process.
+
+        A compilation may still be running: join() waits for it.
+        """
         self.set_params({})
         self.cache, self._logits = None, {}
-        self._compiled.clear()
+        self._compiled.close()
+
+    def join(self) -> None:
+        """Waits for the threads that compile; after close() they end with what they are at."""
+        self._compiled.join()
 
     def _compile_sampler(self, num_rows: int, has_logprobs: bool) -> jax.stages.Compiled:
         num_top = min(self._max_logprobs, self.vocab_size) if has_logprobs else None
@@ -301,13 +373,3 @@ def sample_padded(
 def compile_with(function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
     """function, compiled for arguments like these jax.ShapeDtypeStructs."""
     return jax.jit(function).lower(*likes).compile()
-
-
-def compile_all(
-    jobs: dict[Any, Callable[[], jax.stages.Compiled]], show_progress: bool
-) -> dict[Any, jax.stages.Compiled]:
-    """Runs compilations in threads (XLA compiles outside Python's lock), with a progress bar on stderr."""
-    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(job) for key, job in jobs.items()}
-        bar = tqdm(futures.items(), desc="compiling", unit="step", disable=not show_progress)
-        return {key: future.result() for key, future in bar}

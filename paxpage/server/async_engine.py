@@ -100,6 +100,12 @@ class Abort(NamedTuple):
     request_ids: tuple[str, ...]
 
 
+class Fail(NamedTuple):
+    """Command: end with an error that was found elsewhere."""
+
+    error: BaseException
+
+
 class Stop(NamedTuple):
     """Command: end the thread."""
 
@@ -111,7 +117,7 @@ class Call(NamedTuple):
     result: concurrent.futures.Future[Any]
 
 
-Command = Submit | Abort | Call | Stop
+Command = Submit | Abort | Call | Fail | Stop
 
 
 class OutputStream:
@@ -242,6 +248,8 @@ class EngineThread:
             self._hand_over(self._engine.abort(command.request_ids))
         elif isinstance(command, Call):
             self._call(command)
+        elif isinstance(command, Fail):
+            raise command.error
 
     def _call(self, command: Call) -> None:
         try:
@@ -328,6 +336,10 @@ class AsyncEngine:
         if is_unfinished and not self.is_dead:
             self._thread.send(Abort(tuple(sorted(stream.unfinished))))
             LOGGER.info("aborted %s: its client left", ", ".join(sorted(stream.unfinished)))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the engine as if a step had raised error; any thread may call it."""
+        self._thread.send(Fail(error))
 
     def refuse_new_requests(self) -> None:
         """From now on open answers 503."""

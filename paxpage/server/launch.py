@@ -5,6 +5,7 @@ import gc
 import json
 import socket
 import time
+from concurrent.futures import Future
 from typing import Any
 
 from paxpage.engine.build import build_engine, serving_config
@@ -45,7 +46,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
 
 def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) -> ServerContext:
     """What the routes need, from the engine and the flags."""
-    compilations = CompilationCounter()
+    compilations = CompilationCounter(after=engine.runner.warmed_up)
     metrics = Metrics(
         engine.model_name,
         engine.max_model_len,
@@ -59,6 +60,7 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         max_num_queued_reqs=options.max_num_queued_reqs,
         on_dead=lifecycle.end_dead,
     )
+    engine.runner.warmed_up.add_done_callback(functools.partial(end_if_failed, async_engine))
     return ServerContext(
         engine=engine,
         async_engine=async_engine,
@@ -73,6 +75,13 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         created_s=int(time.time()),
         other_names=options.served_names[1:],
     )
+
+
+def end_if_failed(async_engine: AsyncEngine, warmed_up: Future[None]) -> None:
+    """Ends an engine for which not everything could be compiled, also when no request comes to notice it."""
+    error = warmed_up.exception()
+    if error is not None:
+        async_engine.fail(error)
 
 
 def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:

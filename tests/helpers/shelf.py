@@ -84,7 +84,7 @@ def num_useful_blocks(limits: Limits) -> int | None:
 
 
 def _build(model: str, limits: Limits) -> LLM:
-    return LLM(
+    llm = LLM(
         model,
         dtype=limits.dtype,
         max_num_seqs=limits.max_num_seqs,
@@ -95,3 +95,5 @@ def _build(model: str, limits: Limits) -> LLM:
         max_logprobs=limits.max_logprobs,
         show_progress=False,
     )
+    llm.engine.wait_until_warm()  # tests count compilations and time steps
+    return llm

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import SMALL
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, wait_until
 
 COMMAND = ("-m", "tests.server.failing_server", "5", "50")
 BODY = {"prompt": [60, 61, 62], "max_tokens": 200, "ignore_eos": True}
@@ -39,6 +39,15 @@ def check_death(server: ServerProcess) -> None:
     assert server.process.wait(15) == 1
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
+
+
+def test_a_program_that_cannot_be_compiled(tiny_dir: Path) -> None:
+    """The server ends though no request asks for it, or for anything."""
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, command=("-m", "tests.server.failing_warm_up")) as server:
+        server.wait_ready()
+        wait_until(lambda: server.client.get("/health").status_code == 503, 60)
+        assert server.process.wait(15) == 1
+        assert "a program could not be compiled" in server.log() and "injected" in server.log()
 
 
 def error_type(response: httpx.Response) -> Any:
