@@ -33,6 +33,8 @@ FLAGS_BY_GROUP = {
         Flag("max_model_len", int, None, "tokens of prompt and answer at most; the model's own limit if not given"),
         Flag("generation_config", str, "auto", "auto: sampling defaults of the model; none: the API's own"),
         Flag("chat_template", str, None, "a Jinja file, or the template itself"),
+        Flag("tool_call_parser", str, "auto", "hermes, llama3_json, none or auto: what the chat template makes plain"),
+        Flag("enable_auto_tool_choice", bool, None, "take requests with tools; on if not given"),
         Flag("seed", int, 0, "of requests that bring none"),
     ),
     "memory": (
@@ -55,6 +57,7 @@ FLAGS_BY_GROUP = {
         Flag("host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all"),
         Flag("port", int, 8000, "port to listen on; 0: any free one"),
         Flag("api_key", str, None, f"asked of every client; better given in ${API_KEY_VARIABLE}"),
+        Flag("log_format", str, "text", "text, or json: an object a line"),
         Flag("max_logprobs", int, 20, "log-probabilities a token that a request may ask for"),
         Flag("compilation_cache_dir", str, None, "where compiled steps are kept; your cache folder if not given"),
     ),

@@ -20,6 +20,7 @@ from paxpage.server.metrics import Metrics
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from paxpage.server.signals import SignalWatcher
 from paxpage.server.token_bytes import TokenBytes
+from paxpage.server.tool_calls import ToolPolicy, choose_policy
 
 LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a client on this machine finds "all addresses"
 
@@ -72,7 +73,17 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         chat_template=options.chat_template,
         created_s=int(time.time()),
         other_names=options.served_names[1:],
+        tool_policy=tool_policy(options, engine.tokenizer),
     )
+
+
+def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
+    """What becomes of calls of tools, from the flags and what the model's tokenizer shows."""
+    template = options.chat_template or getattr(tokenizer, "chat_template", None)
+    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special_tokens = [token.content for token in tokens if token.special]
+    is_enabled = options.enable_auto_tool_choice is not False
+    return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
 
 
 def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:

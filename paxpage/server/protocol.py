@@ -127,6 +127,13 @@ def _is_tool(value: Any) -> bool:
     return is_named and value.get("type") == "function"
 
 
+def parse_tool_choice(value: Any) -> str | dict[str, Any] | None:
+    """Null, "none", "auto", "required", or {"type": "function", "function": {"name": ...}}."""
+    if value in (None, "none", "auto", "required") or (_is_tool(value) and set(value["function"]) == {"name"}):
+        return value
+    raise _refuse(value, 'none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides the text."""
 
@@ -323,8 +330,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     tools: Annotated[Any, PlainValidator(parse_tools)] = None
     echo: Annotated[Any, only(False)] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    tool_choice: Annotated[Any, PlainValidator(parse_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -344,7 +351,16 @@ class ChatCompletionRequest(GenerationRequest):
         require(has_logprobs, "top_logprobs", self.top_logprobs, "null unless logprobs is true")
         is_exclusive = not (self.continue_final_message and self.add_generation_prompt)
         require(is_exclusive, "continue_final_message", True, "false unless add_generation_prompt is false")
+        if self.forces_call:
+            self._check_forced_call()
         return self
+
+    def _check_forced_call(self) -> None:
+        choice = self.tool_choice
+        names = self.tool_names
+        require(bool(names), "tool_choice", choice, "none or auto, when there are no tools")
+        is_known = choice == "required" or choice["function"]["name"] in names
+        require(is_known, "tool_choice", choice, f"one of the tools: {', '.join(names)}")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -360,6 +376,16 @@ class ChatCompletionRequest(GenerationRequest):
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the model is told of: none when it may not call any."""
         return None if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def tool_names(self) -> list[str]:
+        """The names of the tools that the model may call."""
+        return [tool["function"]["name"] for tool in self.tools_for_template or []]
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
 
     def check_limits(self, max_logprobs: int) -> None:
         """Raises ValueError when more log-probabilities are asked for than the server gives."""

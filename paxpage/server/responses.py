@@ -95,11 +95,36 @@ class ChatLogprobs(ResponseModel):
     content: list[TokenLogprob]
 
 
+class CalledFunction(ResponseModel):
+    """What is called. arguments: a JSON object as text, or (in a stream) a piece of it."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallItem(ResponseModel):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ResponseModel):
+    """What a chunk adds to a call: first its id and name, then its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class AssistantMessage(ResponseModel):
-    """A whole chat answer."""
+    """A whole chat answer. content is null when there are calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCallItem] | None = None
 
 
 class ChatChoice(ResponseModel):
@@ -131,6 +156,7 @@ class Delta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(ResponseModel):

@@ -24,7 +24,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_tiny(tiny_dir: Path) -> Iterator[ServerProcess]:
     """A server of TINY for the whole session."""
-    with ServerProcess(f"--model={tiny_dir}", *SMALL) as server:
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, "--tool_call_parser=none") as server:
         yield server.wait_ready()
 
 

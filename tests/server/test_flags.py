@@ -32,10 +32,13 @@ def test_no_flags_means_the_defaults() -> None:
         served_model_name=None,
         generation_config="auto",
         chat_template=None,
+        tool_call_parser="auto",
+        enable_auto_tool_choice=None,
         max_num_queued_reqs=None,
         host="127.0.0.1",
         port=8000,
         api_key=None,
+        log_format="text",
     )
 
 
@@ -85,6 +88,8 @@ def test_flags_default_to_the_engine_s_defaults() -> None:
         ("--served_model_name=a,,b", "served_model_name is 'a,,b'"),
         ("--served_model_name=", "served_model_name is ''"),
         ("--max_logprobs=-2", "max_logprobs is -2"),
+        ("--tool-call-parser=mistral", "tool_call_parser is 'mistral'; allowed: auto, hermes, llama3_json, none"),
+        ("--log-format=xml", "log_format is 'xml'"),
         ("--chat_template=/nowhere", "chat_template is '/nowhere'"),
         ("--no-such-flag=1", "no_such_flag"),
         ("model", "--model=model"),
