@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import logging
 import socket
 import time
 from typing import Any
@@ -22,6 +23,7 @@ from paxpage.server.signals import SignalWatcher
 from paxpage.server.token_bytes import TokenBytes
 from paxpage.server.tool_calls import ToolPolicy, choose_policy
 
+LOGGER = logging.getLogger(__name__)
 LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a client on this machine finds "all addresses"
 
 
@@ -33,6 +35,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         options.engine,
         tokenizer=options.tokenizer,
         served_model_name=next(iter(options.served_names), None),
+        show_progress=options.log_format == "text",
     )
     lifecycle = Lifecycle()
     context = make_context(options, engine, lifecycle)
@@ -40,7 +43,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     gc.freeze()
     gc.enable()
     text = ready_text(options, context, bound.getsockname()[1])
-    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(print, text, flush=True))
+    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(announce, options, text))
     return lifecycle.exit_code
 
 
@@ -84,6 +87,14 @@ def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
     special_tokens = [token.content for token in tokens if token.special]
     is_enabled = options.enable_auto_tool_choice is not False
     return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
+
+
+def announce(options: ServeOptions, text: str) -> None:
+    """Says that requests are answered: to a person on stdout, to a machine as a line of the log."""
+    if options.log_format == "text":
+        print(text, flush=True)
+    else:
+        LOGGER.info(text.partition("\n")[0])
 
 
 def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:

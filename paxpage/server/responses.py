@@ -212,3 +212,47 @@ class ModelList(ResponseModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class BlockReport(ResponseModel):
+    """One full block of a prompt in the prefix cache. See LLM.explain_cache for the verdicts."""
+
+    place: int
+    verdict: str
+    block_id: int | None
+    first_difference: int | None
+
+
+class PromptReport(ResponseModel):
+    """One prompt in the prefix cache."""
+
+    num_tokens: int
+    num_blocks_hit: int
+    blocks: list[BlockReport]
+
+
+class CacheReport(ResponseModel):
+    """The answer of /debug/explain_cache."""
+
+    prompts: list[PromptReport]
+
+
+class Version(ResponseModel):
+    """The answer of /version."""
+
+    version: str
+
+
+class ErrorDetails(ResponseModel):
+    """What went wrong. param: the request's field at fault. code: the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(ResponseModel):
+    """Any error."""
+
+    error: ErrorDetails

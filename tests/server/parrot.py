@@ -18,7 +18,24 @@ TEMPLATE = (
 )
 
 
-def make_parrot(folder: Path, scripts: Mapping[str, Sequence[str]]) -> Path:
+# By the last letter of the last message. Pieces are cut where no cut of a tokenizer would be kind.
+SCRIPTS: Mapping[str, tuple[str, ...]] = {
+    "A": (
+        *("Let me", " see.\n<to", 'ol_call>\n{"na', 'me": "weather", "argu', 'ments": {"city": "Ro'),
+        'me"}}\n</tool_call>',
+    ),
+    "B": (
+        *('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool', "_call>\n<tool", "_call>"),
+        '{"name": "time", "arguments": {"t": "</tool_call>", "world": "世界"}}</tool_call>',
+    ),
+    "C": ('<tool_call>{"name": "weather", "argum', 'ents": {"city": "Rome"} </tool_call>'),
+    "D": ('<tool_call>{"name": "delete_', 'everything", "arguments": {}}</tool_call> D'),
+    "E": ("Plain", " text < ", "more"),
+    "F": ("Blue", " kettle", ", ", "seven"),
+}
+
+
+def make_parrot(folder: Path, scripts: Mapping[str, Sequence[str]] = SCRIPTS) -> Path:
     """Writes a model that answers a message which ends in a script's letter with its pieces, then ends.
 
     Each piece is a token of its own, so no piece may come twice. The model looks at nothing but its last token: what

@@ -1,5 +1,6 @@
 """The command line, up to the point where JAX would be imported."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -116,6 +117,68 @@ def test_a_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
     assert options("--chat_template={{ x }}").chat_template == "{{ x }}"
 
 
+# The file of flags
+
+
+def write(folder: Path, text: str) -> str:
+    """A config file's path."""
+    file = folder / "serve.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    text = (
+        "# a server\nmodel: some/model\nmax-num-seqs: 7\nport: 9000\nenable_prefix_caching: false\ndtype: null\n"
+        "gpu_memory_utilization: 0.5\nserved_model_name: [a, b/c]\nchat_template: '{{ x }}'\n"
+    )
+    file = write(tmp_path, text)
+    found = options("--port=9001", f"--config={file}", "--enable-prefix-caching")
+    assert found == options(
+        *("--model=some/model", "--max_num_seqs=7", "--port=9001", "--enable_prefix_caching"),
+        *("--gpu_memory_utilization=0.5", "--served_model_name=a,b/c", "--chat_template={{ x }}"),
+    )
+    assert options(f"--config={file}").engine.enable_prefix_caching is False
+
+
+def test_a_file_may_be_json_or_empty(tmp_path: Path) -> None:
+    assert options(f"--config={write(tmp_path, json.dumps({'port': 1, 'model': 'm'}))}").port == 1
+    assert options(f"--config={write(tmp_path, '')}") == options()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_num_seq: 7\nport: 1", "max_num_seq, which is none"),
+        ("config: other.yaml", "config, which is none"),
+        ("help: true", "help, which is none"),
+        ("port: many", "port"),
+        ("port: 70000", "port is 70000"),
+        ("port: [1, {a: 2}]", "port in "),
+        ("port: 2026-01-01", "port in "),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "each flag once"),
+        ("- port", "a file of flags"),
+        ("port", "a file of flags"),
+        ("port: {", "cannot be read"),
+        ("port: !!python/object/apply:os.getcwd []", "cannot be read"),
+        ("port: 2026-99-99", "cannot be read"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_2(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["serve", f"--config={write(tmp_path, text)}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["serve", "--config=/nowhere/serve.yaml"]) == 2
+    assert "/nowhere/serve.yaml" in capsys.readouterr().err
+
+
 def test_parsing_leaves_absl_s_own_flags_alone() -> None:
     options("--port=1")
     assert "max_num_seqs" not in flags.FLAGS
@@ -130,8 +193,11 @@ def test_help_is_instant_and_lists_every_flag_once() -> None:
     assert done.returncode == 0
     for flag in (flag for group in serve.FLAGS_BY_GROUP.values() for flag in group):
         assert done.stdout.count(f"--{flag.name}") >= 1
+    assert API_KEY_VARIABLE in done.stdout and "exit codes:" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) < 60 and max(map(len, lines)) <= 120
     assert not any(
-        line.split("|")[-1].strip() in ("jax", "transformers", "fastapi") for line in done.stderr.splitlines()
+        line.split("|")[-1].strip() in ("jax", "transformers", "fastapi", "yaml") for line in done.stderr.splitlines()
     )
 
 

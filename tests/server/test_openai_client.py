@@ -3,31 +3,15 @@
 import itertools
 import json
 import threading
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.conftest import SMALL
-from tests.server.parrot import make_parrot
+from tests.server.conftest import PARROT_KEY
+from tests.server.parrot import SCRIPTS
 from tests.server.process import ServerProcess, wait_until
 
-# By the last letter of the last message. Pieces are cut where no cut of a tokenizer would be kind.
-SCRIPTS: Mapping[str, tuple[str, ...]] = {
-    "A": (
-        *("Let me", " see.\n<to", 'ol_call>\n{"na', 'me": "weather", "argu', 'ments": {"city": "Ro'),
-        'me"}}\n</tool_call>',
-    ),
-    "B": (
-        *('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool', "_call>\n<tool", "_call>"),
-        '{"name": "time", "arguments": {"t": "</tool_call>", "world": "世界"}}</tool_call>',
-    ),
-    "C": ('<tool_call>{"name": "weather", "argum', 'ents": {"city": "Rome"} </tool_call>'),
-    "D": ('<tool_call>{"name": "delete_', 'everything", "arguments": {}}</tool_call> D'),
-    "E": ("Plain", " text < ", "more"),
-    "F": ("Blue", " kettle", ", ", "seven"),
-}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "time")
 ]
@@ -47,22 +31,6 @@ EXPECTED: dict[str, Result] = {
 
 def ask(letter: str) -> list[Any]:
     return [{"role": "user", "content": f"What about {letter}"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_parrot(tmp_path_factory.mktemp("parrot") / "PARROT", SCRIPTS)
-    with ServerProcess(f"--model={folder}", *SMALL, env={"PAXPAGE_API_KEY": "secret"}) as process:
-        process.client.headers["Authorization"] = "Bearer secret"
-        yield process.wait_ready()
-        assert "Traceback" not in process.log()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
-        yield client
-    server.wait_idle()
 
 
 def chat(client: openai.OpenAI, letter: str, **options: Any) -> Any:
@@ -145,7 +113,7 @@ def test_a_call_that_is_cut_is_text_and_its_answer_says_length(client: openai.Op
     assert whole_result(chat(client, "B", tools=TOOLS, max_tokens=3).choices[0])[1:] == (EXPECTED["B"][1][:1], "length")
 
 
-def test_a_conversation_goes_on_with_the_result(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_a_conversation_goes_on_with_the_result(client: openai.OpenAI, parrot: ServerProcess) -> None:
     message = chat(client, "A", tools=TOOLS).choices[0].message
     result = {
         "role": "tool",
@@ -159,7 +127,7 @@ def test_a_conversation_goes_on_with_the_result(client: openai.OpenAI, server: S
         )
         assert whole_result(answer.choices[0]) == EXPECTED["E"]
         ids = answer.model_dump()["prompt_token_ids"]
-        prompt = server.client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+        prompt = parrot.client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
         assert prompt.endswith("<|assistant|>weather(Rome)Let me see.\n<|tool|>sunny E") and "weather|time|" in prompt
 
 
@@ -227,24 +195,24 @@ def test_errors_are_the_client_s_own_classes(client: openai.OpenAI, options: Any
     assert raised.value.code == str(raised.value.status_code)
 
 
-def test_a_wrong_key_is_an_authentication_error(server: ServerProcess) -> None:
+def test_a_wrong_key_is_an_authentication_error(parrot: ServerProcess) -> None:
     with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="secre", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{parrot.url}/v1", api_key=PARROT_KEY[:-1], max_retries=0) as client,
         pytest.raises(openai.AuthenticationError),
     ):
         client.models.list()
 
 
-def test_a_client_that_times_out_or_closes_frees_its_request(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_a_client_that_times_out_or_closes_frees_its_request(client: openai.OpenAI, parrot: ServerProcess) -> None:
     endless: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_tokens": 8000}
     with pytest.raises(openai.APITimeoutError):
         chat(client.with_options(timeout=0.5), "F", **endless)
-    server.wait_idle()
+    parrot.wait_idle()
     stream = chat(client, "F", stream=True, **endless)
     assert next(iter(stream)).choices[0].delta.role == "assistant"
-    wait_until(lambda: server.metrics()["num_requests_running"] == 1)
+    wait_until(lambda: parrot.metrics()["num_requests_running"] == 1)
     stream.close()
-    server.wait_idle()
+    parrot.wait_idle()
     assert whole_result(chat(client, "E").choices[0]) == EXPECTED["E"]
 
 

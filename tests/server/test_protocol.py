@@ -67,7 +67,7 @@ def test_other_prompts_are_refused_by_name(prompt: object) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 3}, "best_of"),
         ({"user": 5}, "user"),
-        ({"request_id": "x" * 129}, "request_id"),
+        *(({"request_id": value}, "request_id") for value in ("x" * 129, "", " x", "x\n", "é", 5)),
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
