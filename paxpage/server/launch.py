@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import ipaddress
 import json
 import logging
 import socket
@@ -89,8 +90,22 @@ def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
     return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
 
 
+def exposure_warning(host: str, api_key: str | None) -> str | None:
+    """What to say of a server that others reach and that asks for no key; None where there is nothing to say."""
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_local = False
+    if is_local or api_key is not None:
+        return None
+    return f"{host} is open to other machines and no key is asked of them; set ${API_KEY_VARIABLE}"
+
+
 def announce(options: ServeOptions, text: str) -> None:
     """Says that requests are answered: to a person on stdout, to a machine as a line of the log."""
+    warning = exposure_warning(options.host, options.api_key)
+    if warning is not None:
+        LOGGER.warning(warning)
     if options.log_format == "text":
         print(text, flush=True)
     else:

@@ -1,6 +1,7 @@
 """The command line, up to the point where JAX would be imported."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from absl import flags
 
 from paxpage import serve
 from paxpage.config import EngineConfig
+from paxpage.server.lifecycle import ABORT_S, DRAIN_S
 from paxpage.server.listen import bind
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
+from tests.server.process import ROOT
 
 
 def options(*arguments: str) -> ServeOptions:
@@ -177,6 +180,22 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["serve", "--config=/nowhere/serve.yaml"]) == 2
     assert "/nowhere/serve.yaml" in capsys.readouterr().err
+
+
+def test_the_examples_of_deploy_start() -> None:
+    """Their flags are accepted; a container engine and systemd are not at hand."""
+    example = options(f"--config={ROOT / 'deploy/serve.yaml'}")
+    assert (example.host, example.log_format, example.max_num_queued_reqs) == ("127.0.0.1", "json", 512)
+    unit = (ROOT / "deploy/paxpage.service").read_text()
+    (command,) = re.findall(r"^ExecStart=\S+ -m paxpage.serve (.*)$", unit, re.MULTILINE)
+    assert options(command.replace("/etc/paxpage", str(ROOT / "deploy"))) == example
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop_s) > DRAIN_S + ABORT_S
+    container = (ROOT / "deploy/Containerfile").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", container, re.MULTILINE)
+    assert json.loads(entry)[:3] == ["python", "-m", "paxpage.serve"] and options(*json.loads(entry)[3:])
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", container, re.MULTILINE)).split()
+    assert len(copied) == 6 and all((ROOT / name).exists() for name in copied)
 
 
 def test_parsing_leaves_absl_s_own_flags_alone() -> None:
