@@ -237,12 +237,13 @@ class ChatChunks:
 
     def _content_chunk(self, delta: CompletionDelta, added: Delta, *, is_first: bool) -> ResponseModel:
         has_ids = is_first and bool(self._request.return_token_ids)
+        ids: dict[str, Any] = {"token_ids": delta.token_ids} if has_ids else {}
         choice = ChatChunkChoice(
             index=delta.index,
             delta=added,
             logprobs=_logprobs(self._request, delta.logprobs, self._formatter) if is_first else None,
             finish_reason=None,
-            **({"token_ids": delta.token_ids} if has_ids else {}),
+            **ids,
         )
         return self._chunk(choice, {})
 
