@@ -114,7 +114,7 @@ def whole_chat(
     request: ChatCompletionRequest,
     output: RequestOutput,
     formatter: LogprobFormatter,
-    make_parser: ParserMaker | None,
+    make_parser: ParserMaker | None = None,
 ) -> ChatCompletion:
     """The answer that is not a stream."""
     more: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}

@@ -3,12 +3,19 @@
 import json
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
+from paxpage import serve
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.server.chat import params_for_tools
+from paxpage.server.launch import tool_policy
+from paxpage.server.protocol import ChatCompletionRequest, parse_body
 from paxpage.server.tool_calls import (
     FORMATS,
     Part,
@@ -19,6 +26,7 @@ from paxpage.server.tool_calls import (
     read_whole,
 )
 from tests.helpers.fixtures import unchecked_types
+from tests.server.tiny import make_tokenizer
 
 __all__ = ["unchecked_types"]
 
@@ -184,16 +192,12 @@ def test_nothing_is_lost(form: str, text: str) -> None:
     assert left_out == ""
 
 
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(st.text(max_size=3), PLAIN | st.lists(PLAIN), max_size=3)
+
+
 @given(
-    arguments=st.dictionaries(
-        st.text(max_size=5),
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-            max_leaves=5,
-        ),
-        max_size=3,
-    ),
+    arguments=st.dictionaries(st.text(max_size=5), VALUES, max_size=3),
     is_ascii=st.booleans(),
     form=st.sampled_from(sorted(FORMATS)),
 )
@@ -248,3 +252,25 @@ def test_the_flags_decide() -> None:
     for parser, is_enabled in (("auto", True), ("hermes", False), ("none", False)):
         with pytest.raises(ValueError, match=r"tools is 'given'.*tool_call_parser"):
             choose_policy(parser, is_enabled, None, []).require_parser()
+
+
+def test_an_opening_that_is_a_special_token_is_shown() -> None:
+    """Some checkpoints mark it as one, and texts leave special tokens out."""
+    tokenizer = make_tokenizer()
+    options = serve.make_options(serve.parse_flags(["serve", "--tool_call_parser=hermes"]))
+    assert not tool_policy(options, tokenizer).is_opening_special
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
+    policy = tool_policy(options, tokenizer)
+    assert policy.is_opening_special
+    context: Any = SimpleNamespace(tool_policy=policy)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields, is_skipped in (
+        ({"tools": tools}, False),
+        ({"tools": tools, "skip_special_tokens": True}, True),
+        ({"tools": tools, "tool_choice": "none"}, True),
+        ({}, True),
+    ):
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        request = parse_body(ChatCompletionRequest, json.dumps(body).encode())
+        params = params_for_tools(context, request, request.sampling_params(SamplingParams()))
+        assert params.skip_special_tokens is is_skipped
