@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import logging
 import os
 import socket
 import sys
@@ -15,6 +14,7 @@ from paxpage import command_line
 from paxpage.command_line import Flag
 from paxpage.config import EngineConfig, require
 from paxpage.server.listen import bind
+from paxpage.server.logs import set_up_logging
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from paxpage.server.signals import SignalWatcher, end_process
 
@@ -33,6 +33,8 @@ FLAGS_BY_GROUP = {
         Flag("max_model_len", int, None, "tokens of prompt and answer at most; the model's own limit if not given"),
         Flag("generation_config", str, "auto", "auto: sampling defaults of the model; none: the API's own"),
         Flag("chat_template", str, None, "a Jinja file, or the template itself"),
+        Flag("tool_call_parser", str, "auto", "hermes, llama3_json, none or auto: what the chat template makes plain"),
+        Flag("enable_auto_tool_choice", bool, None, "take requests with tools; on if not given"),
         Flag("seed", int, 0, "of requests that bring none"),
     ),
     "memory": (
@@ -53,13 +55,28 @@ FLAGS_BY_GROUP = {
         Flag("tensor_parallel_size", int, 1, "GPUs to split the model over"),
     ),
     "server": (
+        Flag("config", str, None, "a YAML or JSON file of these flags, as port: 8000; the command line wins"),
         Flag("host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all"),
         Flag("port", int, 8000, "port to listen on; 0: any free one"),
         Flag("api_key", str, None, f"asked of every client; better given in ${API_KEY_VARIABLE}"),
+        Flag("log_format", str, "text", "text, or json: an object a line"),
         Flag("max_logprobs", int, 20, "log-probabilities a token that a request may ask for"),
         Flag("compilation_cache_dir", str, None, "where compiled steps are kept; your cache folder if not given"),
     ),
 }
+
+HELP_END = (
+    "",
+    "environment:",
+    f"  {API_KEY_VARIABLE:<32} the API key; as a flag, every user of the machine can read it",
+    "  JAX_PLATFORMS                    cuda or cpu; the best there is if not set",
+    "  XLA_PYTHON_CLIENT_MEM_FRACTION   share of the GPU's memory that JAX may take, 0.97 if not set",
+    "  HF_HOME, HF_HUB_OFFLINE          where models of the hub are kept; 1: fetch none",
+    "",
+    "exit codes:",
+    "  0 ended by a signal, after the requests that ran   1 the address is taken, or the engine died",
+    "  2 a flag, the config file or the model is refused  130, 143 a signal before it was ready, or a second one",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,14 +98,20 @@ def complain(error: Exception | str, exit_code: int) -> int:
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-    """Parses a command line; see command_line.parse_flags."""
-    return command_line.parse_flags(FLAGS_BY_GROUP, argv)
+    """Parses a command line, and the file that its config names; see command_line.parse_flags and read_config."""
+    values = command_line.parse_flags(FLAGS_BY_GROUP, argv)
+    if values["config"].value is None:
+        return values
+    from paxpage.server.config_file import read_config  # YAML is seldom wanted
+
+    names = {flag.name for group in FLAGS_BY_GROUP.values() for flag in group} - {"config"}
+    return command_line.parse_flags(FLAGS_BY_GROUP, [argv[0], *read_config(values["config"].value, names), *argv[1:]])
 
 
 def help_text() -> str:
-    """Every flag with its default, by group."""
+    """Every flag with its default, by group; what the environment says; exit codes."""
     title = ("Serves a language model over HTTP, with OpenAI's API.", "", f"python -m {PROGRAM} [--flag=value ...]")
-    return command_line.help_text(title, FLAGS_BY_GROUP)
+    return "\n".join((command_line.help_text(title, FLAGS_BY_GROUP), *HELP_END))
 
 
 def make_options(values: flags.FlagValues) -> ServeOptions:
@@ -128,17 +151,11 @@ def prepare_environment() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
-def set_up_logging() -> None:
-    """Our own messages from INFO on, those of others from WARNING on, to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("paxpage").setLevel(logging.INFO)
-
-
 def run(options: ServeOptions) -> int:
     """Binds, loads the model, serves; returns the exit code."""
     signals = SignalWatcher()
     signals.start()
-    set_up_logging()
+    set_up_logging(options.log_format)
     prepare_environment()
     try:
         bound = bind(options.host, options.port)

@@ -22,6 +22,7 @@ from paxpage.server.debug import explain_cache
 from paxpage.server.errors import ApiError, error_response
 from paxpage.server.generation import REQUEST_ID_HEADER, ServerContext
 from paxpage.server.http import JSON_TYPE, ClientLeftError
+from paxpage.server.openapi import describe_api
 from paxpage.server.protocol import MAX_REQUEST_ID_LENGTH
 from paxpage.server.responses import ModelCard, ModelList
 from paxpage.server.tokens import detokenize, tokenize
@@ -47,6 +48,7 @@ def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI
         "/health": ("GET", functools.partial(get_health, context)),
         "/version": ("GET", get_version),
         "/metrics": ("GET", functools.partial(get_metrics, context)),
+        "/openapi.json": ("GET", functools.partial(get_description, bool(api_key))),
     }
     for path, (method, handler) in routes.items():
         app.add_route(path, handler, methods=[method])
@@ -95,10 +97,20 @@ async def get_health(context: ServerContext, request: Request) -> Response:
 
 async def get_version(request: Request) -> Response:
     """The version of paxpage."""
+    return JSONResponse({"version": own_version()})
+
+
+async def get_description(has_key: bool, request: Request) -> Response:
+    """The API in OpenAPI's words."""
+    return JSONResponse(describe_api(own_version(), has_key))
+
+
+def own_version() -> str:
+    """The version of paxpage, where it is installed."""
     try:
-        return JSONResponse({"version": version("paxpage")})
+        return version("paxpage")
     except PackageNotFoundError:
-        return JSONResponse({"version": "not installed"})  # run from a source folder
+        return "not installed"  # run from a source folder
 
 
 async def get_metrics(context: ServerContext, request: Request) -> Response:

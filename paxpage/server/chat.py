@@ -1,13 +1,17 @@
 """/v1/chat/completions."""
 
+import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from paxpage.config import require
+from paxpage.engine.sampling_params import SamplingParams
 from paxpage.outputs import CompletionDelta, CompletionOutput, RequestOutput, TokenLogprobs
 from paxpage.prompts import render_chat
 from paxpage.server.async_engine import Prepared
@@ -26,6 +30,7 @@ from paxpage.server.logprobs import LogprobFormatter
 from paxpage.server.protocol import ChatCompletionRequest, parse_body
 from paxpage.server.responses import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -33,7 +38,12 @@ from paxpage.server.responses import (
     ChatLogprobs,
     Delta,
     ResponseModel,
+    ToolCallDelta,
+    ToolCallItem,
 )
+from paxpage.server.tool_calls import Part, ToolCall, ToolCallParser, read_whole
+
+ParserMaker = Callable[[], ToolCallParser]
 
 
 async def create_chat_completion(context: ServerContext, http_request: Request) -> Response:
@@ -44,10 +54,22 @@ async def create_chat_completion(context: ServerContext, http_request: Request) 
     head = AnswerHead.new("chatcmpl", request, context.model_name, http_request)
     prepare = functools.partial(prepare_chat, context, request, head.id)
     prepared, stream = await open_stream(context, request, prepare, arrival_time_s)
+    make_parser = parser_maker(context, request)
     if request.is_stream:
-        return EventStream(stream, ChatChunks(head, request, prepared[0], context.logprobs), context.async_engine.close)
+        writer = ChatChunks(head, request, prepared[0], context.logprobs, make_parser)
+        return EventStream(stream, writer, context.async_engine.close)
     outputs = await collect_outputs(context, http_request, stream)
-    return Response(whole_chat(head, request, outputs[0], context.logprobs).to_json(), media_type=JSON_TYPE)
+    answer = whole_chat(head, request, outputs[0], context.logprobs, make_parser)
+    return Response(answer.to_json(), media_type=JSON_TYPE)
+
+
+def parser_maker(context: ServerContext, request: ChatCompletionRequest) -> ParserMaker | None:
+    """What makes a parser for each sample; None when no calls are looked for."""
+    call_format = context.tool_policy.call_format
+    if call_format is None or not request.tool_names:
+        return None
+    max_calls = 1 if request.parallel_tool_calls is False else None
+    return functools.partial(ToolCallParser, call_format, request.tool_names, max_calls)
 
 
 def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_id: str) -> list[Prepared]:
@@ -58,7 +80,7 @@ def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_
         ApiError: 404 for another model's name.
     """
     context.check_request(request)
-    params = request.sampling_params(context.defaults)
+    params = params_for_tools(context, request, request.sampling_params(context.defaults))
     token_ids = render_chat(
         context.tokenizer,
         [message.for_template() for message in request.messages],
@@ -71,8 +93,28 @@ def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_
     return [prepare(answer_id, truncated(context, token_ids, request, params.max_tokens), params)]
 
 
+def params_for_tools(context: ServerContext, request: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
+    """The sampling options of a request that may have tools.
+
+    Raises:
+        ValueError: the server cannot do what is asked with them.
+    """
+    if not request.tool_names:
+        return params
+    context.tool_policy.require_parser()
+    # A call that must come has to be a grammar of structured_outputs, given to params here.
+    needs = "none or auto: a forced call needs structured_outputs, which is not supported with tools yet"
+    require(not request.forces_call, "tool_choice", request.tool_choice, needs)
+    is_hidden = context.tool_policy.is_opening_special and request.skip_special_tokens is None
+    return dataclasses.replace(params, skip_special_tokens=False) if is_hidden else params
+
+
 def whole_chat(
-    head: AnswerHead, request: ChatCompletionRequest, output: RequestOutput, formatter: LogprobFormatter
+    head: AnswerHead,
+    request: ChatCompletionRequest,
+    output: RequestOutput,
+    formatter: LogprobFormatter,
+    make_parser: ParserMaker | None = None,
 ) -> ChatCompletion:
     """The answer that is not a stream."""
     more: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids else {}
@@ -81,22 +123,43 @@ def whole_chat(
     return ChatCompletion(
         **head.fields(),
         object="chat.completion",
-        choices=[_whole_choice(request, sample, formatter) for sample in output.outputs],
+        choices=[_whole_choice(request, sample, formatter, make_parser) for sample in output.outputs],
         usage=make_usage(len(output.prompt_token_ids), [output]),
         **more,
     )
 
 
-def _whole_choice(request: ChatCompletionRequest, sample: CompletionOutput, formatter: LogprobFormatter) -> ChatChoice:
+def _whole_choice(
+    request: ChatCompletionRequest,
+    sample: CompletionOutput,
+    formatter: LogprobFormatter,
+    make_parser: ParserMaker | None,
+) -> ChatChoice:
     ids = {"token_ids": sample.token_ids} if request.return_token_ids else {}
+    content, calls = (sample.text, []) if make_parser is None else read_whole(make_parser(), sample.text)
+    items = {"tool_calls": [_call_item(call) for call in calls]} if calls else {}
     return ChatChoice(
         index=sample.index,
-        message=AssistantMessage(role="assistant", content=sample.text),
+        message=AssistantMessage(role="assistant", content=content, **items),
         logprobs=_logprobs(request, sample.logprobs, formatter),
-        finish_reason=sample.finish_reason,
+        finish_reason=_finish_reason(sample.finish_reason, bool(calls)),
         stop_reason=sample.stop_reason,
         **ids,
     )
+
+
+def _call_item(call: ToolCall) -> ToolCallItem:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return ToolCallItem(id=_new_call_id(), type="function", function=function)
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """An answer with calls that came to its own end waits for their results; one that was cut says so."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def _logprobs(
@@ -109,13 +172,20 @@ class ChatChunks:
     """Writes the chunks of a chat stream: per sample its role, what is added, and how it ended."""
 
     def __init__(
-        self, head: AnswerHead, request: ChatCompletionRequest, prepared: Prepared, formatter: LogprobFormatter
+        self,
+        head: AnswerHead,
+        request: ChatCompletionRequest,
+        prepared: Prepared,
+        formatter: LogprobFormatter,
+        make_parser: ParserMaker | None = None,
     ):
         self._head = head.fields()
         self._request = request
         self._prepared = prepared
         self._formatter = formatter
+        self._make_parser = make_parser
         self._begun: set[int] = set()
+        self._parsers: dict[int, ToolCallParser] = {}
         self._outputs: list[RequestOutput] = []
 
     def feed(self, deltas: Sequence[CompletionDelta]) -> list[ResponseModel]:
@@ -134,11 +204,27 @@ class ChatChunks:
         chunks = []
         if delta.index not in self._begun:
             chunks.append(self._role_chunk(delta.index))
-        if delta.text or (delta.token_ids and (self._request.logprobs or self._request.return_token_ids)):
-            chunks.append(self._content_chunk(delta))
+        chunks += self._content_chunks(delta)
         if delta.finish_reason is not None:
             chunks.append(self._finish_chunk(delta))
         return chunks
+
+    def _content_chunks(self, delta: CompletionDelta) -> list[ResponseModel]:
+        """What is added, the first chunk with what is said of all the tokens."""
+        added = self._added(delta)
+        if not added and delta.token_ids and (self._request.logprobs or self._request.return_token_ids):
+            added = [Delta(content="")]
+        return [self._content_chunk(delta, item, is_first=place == 0) for place, item in enumerate(added)]
+
+    def _added(self, delta: CompletionDelta) -> list[Delta]:
+        if self._make_parser is None:
+            return [Delta(content=delta.text)] if delta.text else []
+        parser = self._parsers.setdefault(delta.index, self._make_parser())
+        num_before = parser.num_calls
+        parts = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        return _deltas(parts, num_before)
 
     def _role_chunk(self, index: int) -> ResponseModel:
         is_first = not self._begun
@@ -149,23 +235,25 @@ class ChatChunks:
         has_ids = is_first and bool(self._request.return_token_ids)
         return self._chunk(choice, {"prompt_token_ids": self._prepared.prompt_token_ids} if has_ids else {})
 
-    def _content_chunk(self, delta: CompletionDelta) -> ResponseModel:
-        ids: dict[str, Any] = {"token_ids": delta.token_ids} if self._request.return_token_ids else {}
+    def _content_chunk(self, delta: CompletionDelta, added: Delta, *, is_first: bool) -> ResponseModel:
+        has_ids = is_first and bool(self._request.return_token_ids)
+        ids: dict[str, Any] = {"token_ids": delta.token_ids} if has_ids else {}
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=Delta(content=delta.text),
-            logprobs=_logprobs(self._request, delta.logprobs, self._formatter),
+            delta=added,
+            logprobs=_logprobs(self._request, delta.logprobs, self._formatter) if is_first else None,
             finish_reason=None,
             **ids,
         )
         return self._chunk(choice, {})
 
     def _finish_chunk(self, delta: CompletionDelta) -> ResponseModel:
+        parser = self._parsers.get(delta.index)
         choice = ChatChunkChoice(
             index=delta.index,
             delta=Delta(),
             logprobs=None,
-            finish_reason=delta.finish_reason,
+            finish_reason=_finish_reason(delta.finish_reason, parser is not None and parser.num_calls > 0),
             stop_reason=delta.stop_reason,
         )
         return self._chunk(choice, {})
@@ -173,3 +261,18 @@ class ChatChunks:
     def _chunk(self, choice: ChatChunkChoice, extra: dict[str, Any]) -> ChatChunk:
         usage: dict[str, Any] = {"usage": None} if self._request.has_usage_chunk else {}
         return ChatChunk(**self._head, object="chat.completion.chunk", choices=[choice], **usage, **extra)
+
+
+def _deltas(parts: Sequence[Part], num_calls: int) -> list[Delta]:
+    """Text as it is, and of each call first its name, then its arguments. num_calls: how many came before."""
+    deltas = []
+    for part in parts:
+        if isinstance(part, str):
+            deltas.append(Delta(content=part))
+            continue
+        named = CalledFunction(name=part.name, arguments="")
+        first = ToolCallDelta(index=num_calls, id=_new_call_id(), type="function", function=named)
+        rest = ToolCallDelta(index=num_calls, function=CalledFunction(arguments=part.arguments))
+        deltas += [Delta(tool_calls=[first]), Delta(tool_calls=[rest])]
+        num_calls += 1
+    return deltas

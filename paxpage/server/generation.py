@@ -16,6 +16,7 @@ from paxpage.server.http import until_client_leaves
 from paxpage.server.logprobs import LogprobFormatter
 from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from paxpage.server.responses import CachedTokens, Usage
+from paxpage.server.tool_calls import REFUSES_TOOLS, ToolPolicy
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -28,6 +29,7 @@ class ServerContext:
     model_name: the model's name in answers; it may be asked for by other_names as well.
     defaults: sampling options of a request that names none.
     has_priorities: whether the scheduler looks at a request's priority.
+    tool_policy: what becomes of calls of tools.
     """
 
     engine: StepEngine
@@ -42,6 +44,7 @@ class ServerContext:
     chat_template: str | None
     created_s: int
     other_names: tuple[str, ...] = ()
+    tool_policy: ToolPolicy = REFUSES_TOOLS
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import ipaddress
 import json
+import logging
 import socket
 import time
 from concurrent.futures import Future
@@ -21,7 +23,9 @@ from paxpage.server.metrics import Metrics
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from paxpage.server.signals import SignalWatcher
 from paxpage.server.token_bytes import TokenBytes
+from paxpage.server.tool_calls import ToolPolicy, choose_policy
 
+LOGGER = logging.getLogger(__name__)
 LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a client on this machine finds "all addresses"
 
 
@@ -33,6 +37,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         serving_config(options.engine),
         tokenizer=options.tokenizer,
         served_model_name=next(iter(options.served_names), None),
+        show_progress=options.log_format == "text",
     )
     lifecycle = Lifecycle()
     context = make_context(options, engine, lifecycle)
@@ -40,7 +45,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     gc.freeze()
     gc.enable()
     text = ready_text(options, context, bound.getsockname()[1])
-    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(print, text, flush=True))
+    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(announce, options, text))
     return lifecycle.exit_code
 
 
@@ -74,6 +79,7 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         chat_template=options.chat_template,
         created_s=int(time.time()),
         other_names=options.served_names[1:],
+        tool_policy=tool_policy(options, engine.tokenizer),
     )
 
 
@@ -82,6 +88,37 @@ def end_if_failed(async_engine: AsyncEngine, warmed_up: Future[None]) -> None:
     error = warmed_up.exception()
     if error is not None:
         async_engine.fail(error)
+
+
+def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
+    """What becomes of calls of tools, from the flags and what the model's tokenizer shows."""
+    template = options.chat_template or getattr(tokenizer, "chat_template", None)
+    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special_tokens = [token.content for token in tokens if token.special]
+    is_enabled = options.enable_auto_tool_choice is not False
+    return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
+
+
+def exposure_warning(host: str, api_key: str | None) -> str | None:
+    """What to say of a server that others reach and that asks for no key; None where there is nothing to say."""
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_local = False
+    if is_local or api_key is not None:
+        return None
+    return f"{host} is open to other machines and no key is asked of them; set ${API_KEY_VARIABLE}"
+
+
+def announce(options: ServeOptions, text: str) -> None:
+    """Says that requests are answered: to a person on stdout, to a machine as a line of the log."""
+    warning = exposure_warning(options.host, options.api_key)
+    if warning is not None:
+        LOGGER.warning(warning)
+    if options.log_format == "text":
+        print(text, flush=True)
+    else:
+        LOGGER.info(text.partition("\n")[0])
 
 
 def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:

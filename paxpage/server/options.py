@@ -5,6 +5,8 @@ import dataclasses
 from paxpage.config import EngineConfig, require, require_int
 
 API_KEY_VARIABLE = "PAXPAGE_API_KEY"
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +19,13 @@ class ServeOptions:
     served_model_name: str | None
     generation_config: str
     chat_template: str | None
+    tool_call_parser: str
+    enable_auto_tool_choice: bool | None
     max_num_queued_reqs: int | None
     host: str
     port: int
     api_key: str | None
+    log_format: str
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -31,6 +36,9 @@ class ServeOptions:
         is_named = all(name.strip() == name and name for name in self.served_names)
         require(is_named, "served_model_name", self.served_model_name, "a name, or several separated by commas")
         require(self.generation_config in ("auto", "none"), "generation_config", self.generation_config, "auto, none")
+        parsers = ", ".join(TOOL_CALL_PARSERS)
+        require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", self.tool_call_parser, parsers)
+        require(self.log_format in LOG_FORMATS, "log_format", self.log_format, ", ".join(LOG_FORMATS))
         require_int("port", self.port, 0, 65535)
         if self.max_num_queued_reqs is not None:
             require_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)

@@ -4,11 +4,20 @@ import dataclasses
 import math
 import reprlib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    ValidationError,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from paxpage.config import require
 from paxpage.engine.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -21,6 +30,7 @@ SAMPLING_FIELDS = (
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"),
 )
 MAX_REQUEST_ID_LENGTH = 128
+REQUEST_ID_PATTERN = "^[!-~]([ -~]*[!-~])?$"  # what a header may hold
 MAX_ID_DIGITS = 11
 MAX_CACHE_SALT_LENGTH = 256
 
@@ -28,17 +38,29 @@ Prompts = list[str] | list[list[int]]
 Messages = list[dict[str, str]]
 
 
-def only(*allowed: object) -> AfterValidator:
+class _Only:
     """Accepts null and the neutral values that clients send for an option that is not supported yet."""
-    text = ", ".join(["null", *(repr(value) for value in allowed)])
 
-    def check(value: object) -> object:
-        is_same = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
+    def __init__(self, *allowed: object):
+        self._allowed = allowed
+        self._text = ", ".join(["null", *(repr(value) for value in allowed)])
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [None, *self._allowed]}
+
+    def _check(self, value: object) -> object:
+        is_same = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in self._allowed)
         if value is None or is_same:
             return value
-        raise ValueError(f"is {reprlib.repr(value)}; this option is not supported yet, allowed: {text}")
+        raise ValueError(f"is {reprlib.repr(value)}; this option is not supported yet, allowed: {self._text}")
 
-    return AfterValidator(check)
+
+def only(*allowed: object) -> _Only:
+    """Accepts null and these neutral values of an option that is not supported yet."""
+    return _Only(*allowed)
 
 
 def _refuse(value: object, allowed: str) -> ValueError:
@@ -127,6 +149,44 @@ def _is_tool(value: Any) -> bool:
     return is_named and value.get("type") == "function"
 
 
+def parse_tool_choice(value: Any) -> str | dict[str, Any] | None:
+    """Null, "none", "auto", "required", or {"type": "function", "function": {"name": ...}}."""
+    if value in (None, "none", "auto", "required") or (_is_tool(value) and set(value["function"]) == {"name"}):
+        return value
+    raise _refuse(value, 'none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+# What the functions above accept, for the description of the API.
+
+
+class TextPart(TypedDict):
+    """One part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(TypedDict):
+    """A function by its name, and what may be told of it."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class FunctionTool(TypedDict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+BadWords = Annotated[Any, PlainValidator(parse_bad_words, json_schema_input_type=list[str | list[int]] | None)]
+Tools = Annotated[Any, PlainValidator(parse_tools, json_schema_input_type=list[FunctionTool] | None)]
+Choice = Literal["none", "auto", "required"] | FunctionTool | None
+ToolChoice = Annotated[Any, PlainValidator(parse_tool_choice, json_schema_input_type=Choice)]
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides the text."""
 
@@ -152,7 +212,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Annotated[Any, PlainValidator(parse_stop)] = None
+    stop: Annotated[Any, PlainValidator(parse_stop, json_schema_input_type=str | list[str] | None)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -163,16 +223,16 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: int | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_LENGTH)] | None = None
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)] | None = None
 
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[Any, PlainValidator(parse_logit_bias)] = None
+    logit_bias: Annotated[Any, PlainValidator(parse_logit_bias, json_schema_input_type=dict[str, float] | None)] = None
     allowed_token_ids: list[int] | None = None
-    bad_words: Annotated[Any, PlainValidator(parse_bad_words)] = None
+    bad_words: BadWords = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
@@ -223,7 +283,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: Annotated[Any, PlainValidator(parse_prompts)]
+    prompt: Annotated[Any, PlainValidator(parse_prompts, json_schema_input_type=Prompts | str | list[int])]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: Annotated[Any, only("")] = None
@@ -294,7 +354,7 @@ class ChatMessage(BaseModel):
             raise _refuse(value, "only in a tool's message")
         return value
 
-    @pydantic.field_validator("content", mode="plain")
+    @pydantic.field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _parse_content(cls, value: Any, info: Any) -> str | None:
         return None if value is None and info.data.get("tool_calls") else parse_content(value)
@@ -321,10 +381,10 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    tools: Annotated[Any, PlainValidator(parse_tools)] = None
+    tools: Tools = None
     echo: Annotated[Any, only(False)] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -344,7 +404,16 @@ class ChatCompletionRequest(GenerationRequest):
         require(has_logprobs, "top_logprobs", self.top_logprobs, "null unless logprobs is true")
         is_exclusive = not (self.continue_final_message and self.add_generation_prompt)
         require(is_exclusive, "continue_final_message", True, "false unless add_generation_prompt is false")
+        if self.forces_call:
+            self._check_forced_call()
         return self
+
+    def _check_forced_call(self) -> None:
+        choice = self.tool_choice
+        names = self.tool_names
+        require(bool(names), "tool_choice", choice, "none or auto, when there are no tools")
+        is_known = choice == "required" or choice["function"]["name"] in names
+        require(is_known, "tool_choice", choice, f"one of the tools: {', '.join(names)}")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -360,6 +429,16 @@ class ChatCompletionRequest(GenerationRequest):
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the model is told of: none when it may not call any."""
         return None if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def tool_names(self) -> list[str]:
+        """The names of the tools that the model may call."""
+        return [tool["function"]["name"] for tool in self.tools_for_template or []]
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
 
     def check_limits(self, max_logprobs: int) -> None:
         """Raises ValueError when more log-probabilities are asked for than the server gives."""
@@ -383,7 +462,7 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[Any, PlainValidator(parse_tools)] = None
+    tools: Tools = None
     return_token_strs: bool | None = None
 
     @pydantic.model_validator(mode="after")

@@ -95,11 +95,36 @@ class ChatLogprobs(ResponseModel):
     content: list[TokenLogprob]
 
 
+class CalledFunction(ResponseModel):
+    """What is called. arguments: a JSON object as text, or (in a stream) a piece of it."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallItem(ResponseModel):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ResponseModel):
+    """What a chunk adds to a call: first its id and name, then its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class AssistantMessage(ResponseModel):
-    """A whole chat answer."""
+    """A whole chat answer. content is null when there are calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCallItem] | None = None
 
 
 class ChatChoice(ResponseModel):
@@ -131,6 +156,7 @@ class Delta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(ResponseModel):
@@ -186,3 +212,47 @@ class ModelList(ResponseModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class BlockReport(ResponseModel):
+    """One full block of a prompt in the prefix cache. See LLM.explain_cache for the verdicts."""
+
+    place: int
+    verdict: str
+    block_id: int | None
+    first_difference: int | None
+
+
+class PromptReport(ResponseModel):
+    """One prompt in the prefix cache."""
+
+    num_tokens: int
+    num_blocks_hit: int
+    blocks: list[BlockReport]
+
+
+class CacheReport(ResponseModel):
+    """The answer of /debug/explain_cache."""
+
+    prompts: list[PromptReport]
+
+
+class Version(ResponseModel):
+    """The answer of /version."""
+
+    version: str
+
+
+class ErrorDetails(ResponseModel):
+    """What went wrong. param: the request's field at fault. code: the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(ResponseModel):
+    """Any error."""
+
+    error: ErrorDetails

@@ -217,6 +217,19 @@ def test_a_chat_without_a_template_is_400(has_tokenizer: bool, stream: bool) -> 
     run(check())
 
 
+def test_tools_are_refused_where_no_calls_are_parsed() -> None:
+    async def check() -> None:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        async with site(tokenizer=make_tokenizer()) as s:
+            for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"stream": True}):
+                error = (await s.post({**CHAT, "tools": tools, **fields}, "/v1/chat/completions")).json()["error"]
+                assert (error["code"], error["param"]) == (400, "tools") and "tool_call_parser" in error["message"]
+            answer = await s.post({**CHAT, "tools": tools, "tool_choice": "none"}, "/v1/chat/completions")
+            assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+
+    run(check())
+
+
 def test_models_version_health_and_metrics() -> None:
     async def check() -> None:
         async with site() as s:

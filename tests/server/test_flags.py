@@ -1,5 +1,7 @@
 """The command line, up to the point where JAX would be imported."""
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from absl import flags
 
 from paxpage import serve
 from paxpage.config import EngineConfig
+from paxpage.server.lifecycle import ABORT_S, DRAIN_S
 from paxpage.server.listen import bind
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
+from tests.server.process import ROOT
 
 
 def options(*arguments: str) -> ServeOptions:
@@ -32,10 +36,13 @@ def test_no_flags_means_the_defaults() -> None:
         served_model_name=None,
         generation_config="auto",
         chat_template=None,
+        tool_call_parser="auto",
+        enable_auto_tool_choice=None,
         max_num_queued_reqs=None,
         host="127.0.0.1",
         port=8000,
         api_key=None,
+        log_format="text",
     )
 
 
@@ -85,6 +92,8 @@ def test_flags_default_to_the_engine_s_defaults() -> None:
         ("--served_model_name=a,,b", "served_model_name is 'a,,b'"),
         ("--served_model_name=", "served_model_name is ''"),
         ("--max_logprobs=-2", "max_logprobs is -2"),
+        ("--tool-call-parser=mistral", "tool_call_parser is 'mistral'; allowed: auto, hermes, llama3_json, none"),
+        ("--log-format=xml", "log_format is 'xml'"),
         ("--chat_template=/nowhere", "chat_template is '/nowhere'"),
         ("--no-such-flag=1", "no_such_flag"),
         ("model", "--model=model"),
@@ -111,6 +120,84 @@ def test_a_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
     assert options("--chat_template={{ x }}").chat_template == "{{ x }}"
 
 
+# The file of flags
+
+
+def write(folder: Path, text: str) -> str:
+    """A config file's path."""
+    file = folder / "serve.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    text = (
+        "# a server\nmodel: some/model\nmax-num-seqs: 7\nport: 9000\nenable_prefix_caching: false\ndtype: null\n"
+        "gpu_memory_utilization: 0.5\nserved_model_name: [a, b/c]\nchat_template: '{{ x }}'\n"
+    )
+    file = write(tmp_path, text)
+    found = options("--port=9001", f"--config={file}", "--enable-prefix-caching")
+    assert found == options(
+        *("--model=some/model", "--max_num_seqs=7", "--port=9001", "--enable_prefix_caching"),
+        *("--gpu_memory_utilization=0.5", "--served_model_name=a,b/c", "--chat_template={{ x }}"),
+    )
+    assert options(f"--config={file}").engine.enable_prefix_caching is False
+
+
+def test_a_file_may_be_json_or_empty(tmp_path: Path) -> None:
+    assert options(f"--config={write(tmp_path, json.dumps({'port': 1, 'model': 'm'}))}").port == 1
+    assert options(f"--config={write(tmp_path, '')}") == options()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_num_seq: 7\nport: 1", "max_num_seq, which is none"),
+        ("config: other.yaml", "config, which is none"),
+        ("help: true", "help, which is none"),
+        ("port: many", "port"),
+        ("port: 70000", "port is 70000"),
+        ("port: [1, {a: 2}]", "port in "),
+        ("port: 2026-01-01", "port in "),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "each flag once"),
+        ("- port", "a file of flags"),
+        ("port", "a file of flags"),
+        ("port: {", "cannot be read"),
+        ("port: !!python/object/apply:os.getcwd []", "cannot be read"),
+        ("port: 2026-99-99", "cannot be read"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_2(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["serve", f"--config={write(tmp_path, text)}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["serve", "--config=/nowhere/serve.yaml"]) == 2
+    assert "/nowhere/serve.yaml" in capsys.readouterr().err
+
+
+def test_the_examples_of_deploy_start() -> None:
+    """Their flags are accepted; a container engine and systemd are not at hand."""
+    example = options(f"--config={ROOT / 'deploy/serve.yaml'}")
+    assert (example.host, example.log_format, example.max_num_queued_reqs) == ("127.0.0.1", "json", 512)
+    unit = (ROOT / "deploy/paxpage.service").read_text()
+    (command,) = re.findall(r"^ExecStart=\S+ -m paxpage.serve (.*)$", unit, re.MULTILINE)
+    assert options(command.replace("/etc/paxpage", str(ROOT / "deploy"))) == example
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop_s) > DRAIN_S + ABORT_S
+    container = (ROOT / "deploy/Containerfile").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", container, re.MULTILINE)
+    assert json.loads(entry)[:3] == ["python", "-m", "paxpage.serve"] and options(*json.loads(entry)[3:])
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", container, re.MULTILINE)).split()
+    assert len(copied) == 6 and all((ROOT / name).exists() for name in copied)
+
+
 def test_parsing_leaves_absl_s_own_flags_alone() -> None:
     options("--port=1")
     assert "max_num_seqs" not in flags.FLAGS
@@ -125,8 +212,11 @@ def test_help_is_instant_and_lists_every_flag_once() -> None:
     assert done.returncode == 0
     for flag in (flag for group in serve.FLAGS_BY_GROUP.values() for flag in group):
         assert done.stdout.count(f"--{flag.name}") >= 1
+    assert API_KEY_VARIABLE in done.stdout and "exit codes:" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) < 60 and max(map(len, lines)) <= 120
     assert not any(
-        line.split("|")[-1].strip() in ("jax", "transformers", "fastapi") for line in done.stderr.splitlines()
+        line.split("|")[-1].strip() in ("jax", "transformers", "fastapi", "yaml") for line in done.stderr.splitlines()
     )
 
 

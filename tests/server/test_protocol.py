@@ -67,7 +67,7 @@ def test_other_prompts_are_refused_by_name(prompt: object) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 3}, "best_of"),
         ({"user": 5}, "user"),
-        ({"request_id": "x" * 129}, "request_id"),
+        *(({"request_id": value}, "request_id") for value in ("x" * 129, "", " x", "x\n", "é", 5)),
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
@@ -128,16 +128,43 @@ def test_faulty_tools_are_refused(tools: object) -> None:
         chat(tools=tools)
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
 @pytest.mark.parametrize(
-    ("tool_choice", "expected"), [(None, [FUNCTION]), ("auto", [FUNCTION]), ("none", None), ("required", ApiError)]
+    ("tool_choice", "tools", "forces"),
+    [
+        (None, [FUNCTION], False),
+        ("auto", [FUNCTION], False),
+        ("none", None, False),
+        ("required", [FUNCTION], True),
+        (NAMED, [FUNCTION], True),
+    ],
 )
-def test_tools_for_the_template(tool_choice: str | None, expected: Any) -> None:
-    if expected is ApiError:
-        with pytest.raises(ApiError, match=r"^tool_choice is 'required'"):
-            chat(tools=[FUNCTION], tool_choice=tool_choice)
-    else:
-        assert chat(tools=[FUNCTION], tool_choice=tool_choice).tools_for_template == expected
+def test_tools_for_the_template(tool_choice: Any, tools: Any, forces: bool) -> None:
+    request = chat(tools=[FUNCTION], tool_choice=tool_choice)
+    assert (request.tools_for_template, request.forces_call) == (tools, forces)
+    assert request.tool_names == (["weather"] if tools else [])
     assert chat(tools=[]).tools_for_template is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "tool_choice"),
+    [
+        ([FUNCTION], "any"),
+        ([FUNCTION], 5),
+        ([FUNCTION], {"type": "function"}),
+        ([FUNCTION], {"type": "allowed_tools", "allowed_tools": {}}),
+        ([FUNCTION], {"type": "function", "function": {"name": "other"}}),
+        ([FUNCTION], {"type": "function", "function": {"name": "weather", "strict": True}}),
+        ([], "required"),
+        (None, NAMED),
+    ],
+)
+def test_faulty_tool_choices_are_refused(tools: Any, tool_choice: Any) -> None:
+    with pytest.raises(ApiError, match=r"^tool_choice is .*allowed") as raised:
+        chat(tools=tools, tool_choice=tool_choice)
+    assert raised.value.param == "tool_choice"
 
 
 def test_tool_calls_and_their_results_for_the_template() -> None:
