@@ -1,6 +1,6 @@
 """Batches on which the attention kernels are timed, and their cost.
 
-Llama-3-8B heads (32 query heads, 8 key heads, head_dim 128), blocks of 16 in shuffled order.
+Llama-3-8B heads (32 query heads, 8 key heads, head_dim 128); blocks of 16 in shuffled order, if nothing else is said.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.config import BLOCK_SIZES
 from pallas_kernels.paged_attention.shapes import HeadLayout
 
 BLOCK_SIZE = 16
@@ -37,38 +38,73 @@ DECODE_SIZES = {  # rows x keys
     "smoke": ((2, 32),),
 }
 PREFILL_SIZES = {"full": ((1, 4096), (4, 4096), (1, 16384)), "small": ((1, 128),), "smoke": ((1, 16),)}
+# The same of the problems on which the price of paging is measured.
+PAGED_DECODE_SIZES = {
+    "full": ((1, 4096), (8, 4096), (64, 1024), (256, 512)),
+    "small": ((1, 1024), (4, 256)),
+    "smoke": ((2, 256),),
+}
+PAGED_PREFILL_SIZES = {"full": ((1, 4096), (4, 1024)), "small": ((1, 256),), "smoke": ((1, 32),)}
 
 
 def decode_problems(scale: str = "full") -> list[Problem]:
     """Every row one query. scale: a key of DECODE_SIZES."""
-    problems = [(f"decode {rows} x {keys}", np.full(rows, keys)) for rows, keys in DECODE_SIZES[scale]]
+    problems = [_decode_problem(*size) for size in DECODE_SIZES[scale]]
     if scale == "full":
-        problems.append(("decode 64 uneven", np.random.default_rng(5).integers(256, 4097, 64)))
-    return [Problem(name, lens, np.ones_like(lens)) for name, lens in problems]
+        lens = np.random.default_rng(5).integers(256, 4097, 64)
+        problems.append(Problem("decode 64 uneven", lens, np.ones_like(lens)))
+    return problems
 
 
 def prefill_problems(scale: str = "full") -> list[Problem]:
     """Every row all queries. scale: a key of PREFILL_SIZES."""
-    sizes = PREFILL_SIZES[scale]
-    return [Problem(f"prefill {rows} x {keys}", np.full(rows, keys), np.full(rows, keys)) for rows, keys in sizes]
+    return [_prefill_problem(*size) for size in PREFILL_SIZES[scale]]
 
 
-def make_arrays(problem: Problem, dtype: Any) -> tuple[jax.Array, ...]:
-    """Random q, k_cache, v_cache, shuffled block tables, seq_lens, query_start_loc."""
-    rng = np.random.default_rng(0)
-    blocks_of_row = -(-problem.seq_lens // BLOCK_SIZE)
-    num_blocks = int(blocks_of_row.sum()) + 1
-    order = rng.permutation(np.arange(1, num_blocks))
-    tables = np.zeros((len(problem.seq_lens), int(blocks_of_row.max())), np.int32)
+def paging_problems(scale: str = "full") -> list[Problem]:
+    """Those on which the price of paging is measured, small batches and large ones. scale: as of the others."""
+    decode = [_decode_problem(*size) for size in PAGED_DECODE_SIZES[scale]]
+    return decode + [_prefill_problem(*size) for size in PAGED_PREFILL_SIZES[scale]]
+
+
+def _decode_problem(rows: int, keys: int) -> Problem:
+    lens = np.full(rows, keys)
+    return Problem(f"decode {rows} x {keys}", lens, np.ones_like(lens))
+
+
+def _prefill_problem(rows: int, keys: int) -> Problem:
+    lens = np.full(rows, keys)
+    return Problem(f"prefill {rows} x {keys}", lens, lens)
+
+
+def make_tables(seq_lens: np.ndarray, block_size: int, *, is_shuffled: bool) -> np.ndarray:
+    """Block tables, int32 [num_rows, blocks_per_row], over blocks 1, 2, ...; padded with the null block, 0.
+
+    Shuffled: in an order that has nothing to do with the rows, as in a cache long in use. Otherwise row by row, each
+    block behind the one before, as in a contiguous array.
+    """
+    blocks_of_row = -(-seq_lens // block_size)
+    order = np.arange(1, int(blocks_of_row.sum()) + 1)
+    if is_shuffled:
+        order = np.random.default_rng(0).permutation(order)
+    tables = np.zeros((len(seq_lens), int(blocks_of_row.max())), np.int32)
     ends = np.cumsum(blocks_of_row)
     for row, (end, count) in enumerate(zip(ends, blocks_of_row, strict=True)):
         tables[row, :count] = order[end - count : end]
+    return tables
+
+
+def make_arrays(problem: Problem, dtype: Any, block_size: int = BLOCK_SIZE) -> tuple[jax.Array, ...]:
+    """Random q, k_cache, v_cache, shuffled block tables, seq_lens, query_start_loc."""
+    tables = make_tables(problem.seq_lens, block_size, is_shuffled=True)
     starts = np.concatenate([[0], np.cumsum(problem.num_queries)]).astype(np.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     num_heads, num_kv_heads, head_dim = problem.heads
-    cache_shape = (1, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim)
+    # As many slots whatever the block size, as far as that can be: drawing is compiled once for each shape.
+    num_slots = -(-(int(tables.max()) + 1) * block_size // max(BLOCK_SIZES)) * max(BLOCK_SIZES)
     q = jax.random.normal(keys[0], (int(starts[-1]), num_heads, head_dim), dtype)
-    k, v = (jax.random.normal(key, cache_shape, dtype) for key in keys[1:])
+    flat = [jax.random.normal(key, (num_slots, num_kv_heads * head_dim), dtype) for key in keys[1:]]
+    k, v = (slots.reshape(1, num_slots // block_size, num_kv_heads, block_size, head_dim) for slots in flat)
     return q, k, v, jnp.asarray(tables), jnp.asarray(problem.seq_lens, jnp.int32), jnp.asarray(starts)
 
 

@@ -2,11 +2,13 @@
 
 import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from pallas_kernels import paged_attention
@@ -44,14 +46,9 @@ class Timing(NamedTuple):
 
 def run(options: KernelOptions, flags: dict[str, Any]) -> int:
     """All problems on all backends: a line of JSON each on stdout; returns the exit code."""
-    for backend in options.backends:
-        require(backend in (None, *BACKENDS), "backends", backend, ", ".join(BACKENDS))
-    is_cpu = jax.default_backend() == "cpu"
-    if is_cpu:
-        print("# no GPU: on the CPU, in float32, the xla backend is timed unless another is named", file=sys.stderr)
-    dtype = "float32" if is_cpu else "bfloat16"
-    scale = ("small" if is_cpu else "full") if options.scale == "auto" else options.scale
-    jobs = [(problem, backend) for problem in problems(options.only, scale) for backend in options.backends]
+    dtype, scale = prepare(options)
+    known = attention_problems.decode_problems(scale) + attention_problems.prefill_problems(scale)
+    jobs = [(problem, backend) for problem in chosen(known, options.only) for backend in options.backends]
     roof = roof_of(jax.devices()[0].device_kind, dtype)
     bench = Bench(dtype, roof, scale)
     rates = {"roof_gb_s": round(roof.bytes_per_s / 1e9, 1), "roof_tflops": round(roof.flops_per_s / 1e12, 2)}
@@ -66,9 +63,19 @@ def run(options: KernelOptions, flags: dict[str, Any]) -> int:
     return 0
 
 
-def problems(only: str, scale: str) -> list[Problem]:
+def prepare(options: KernelOptions) -> tuple[str, str]:
+    """Checks the backends; dtype and scale by device."""
+    for backend in options.backends:
+        require(backend in (None, *BACKENDS), "backends", backend, ", ".join(BACKENDS))
+    is_cpu = jax.default_backend() == "cpu"
+    if is_cpu:
+        print("# no GPU: on the CPU, in float32, the xla backend is timed unless another is named", file=sys.stderr)
+    scale = ("small" if is_cpu else "full") if options.scale == "auto" else options.scale
+    return "float32" if is_cpu else "bfloat16", scale
+
+
+def chosen(known: Sequence[Problem], only: str) -> list[Problem]:
     """Those whose names contain only; ValueError if there are none."""
-    known = attention_problems.decode_problems(scale) + attention_problems.prefill_problems(scale)
     found = [problem for problem in known if only in problem.name]
     require(bool(found), "only", only, f"a part of: {', '.join(problem.name for problem in known)}")
     return found
@@ -77,14 +84,24 @@ def problems(only: str, scale: str) -> list[Problem]:
 def measure(problem: Problem, backend: str | None, bench: Bench) -> tuple[Timing, float | None]:
     """The time of a call, and the error."""
     arrays = make_arrays(problem, bench.dtype)
-    num_calls = NUM_CALLS["decode" if problem.is_decode else "prefill"] if bench.scale == "full" else CALLS_PER_TURN
-    order = jnp.argsort(-arrays[4], stable=True).astype(jnp.int32)  # made once, as in a step
-    attend = functools.partial(paged_attention, layer=0, row_order=order, backend=backend)
-    time_s = seconds_of(lower_loop(attend, arrays, num_calls).compile(), arrays, REPETITIONS) / num_calls
+    num_calls = num_calls_of(problem, bench.scale)
+    loop = lower_loop(attend_with(problem, backend), arrays, num_calls).compile()
+    time_s = seconds_of(loop, arrays, REPETITIONS) / num_calls
     num_bytes = attention_problems.num_bytes(problem, jnp.dtype(bench.dtype).itemsize)
     name = backend or chosen_backend(problem, bench.dtype)
     timing = Timing(problem, name, num_bytes, attention_problems.num_flops(problem), time_s)
     return timing, error_against_reference(arrays, backend)
+
+
+def num_calls_of(problem: Problem, scale: str) -> int:
+    """Calls in the loop that is timed."""
+    return NUM_CALLS["decode" if problem.is_decode else "prefill"] if scale == "full" else CALLS_PER_TURN
+
+
+def attend_with(problem: Problem, backend: str | None) -> Callable[..., jax.Array]:
+    """A function of make_arrays' arrays; the order of rows is made once, as in a step."""
+    order = jnp.asarray(np.argsort(-problem.seq_lens, kind="stable"), jnp.int32)
+    return functools.partial(paged_attention, layer=0, row_order=order, backend=backend)
 
 
 def chosen_backend(problem: Problem, dtype: str) -> str:

@@ -13,6 +13,7 @@ from paxpage.bench.models import model_path
 from paxpage.bench.offline import DEFAULT_RATES, OfflineOptions
 from paxpage.bench.offline_tests import SIZES, Effort, OfflineTests, Sizes
 from paxpage.bench.results import ResultWriter, origin
+from paxpage.config import require
 from paxpage.engine.llm import LLM
 from paxpage.models.embedded import default_model_path
 
@@ -26,7 +27,7 @@ def run(options: OfflineOptions, flags: dict[str, Any]) -> int:
 
 def run_model(name: str, options: OfflineOptions, flags: dict[str, Any]) -> None:
     """All tests of one model: a line of JSON each on stdout, progress on stderr."""
-    sizes = sizes_of(options.scale, jax.default_backend())
+    sizes = with_length(sizes_of(options.scale, jax.default_backend()), options.max_model_len)
     print(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}; {sizes_text(sizes)}", file=sys.stderr)
     common = {"model": os.path.basename(os.path.normpath(name)), "scale": sizes.name}
     writer = ResultWriter(origin(flags) | common, options.out, is_printed=True)
@@ -55,6 +56,15 @@ def run_tests(bench: OfflineTests, tests: str) -> None:
 def sizes_of(scale: str, platform: str) -> Sizes:
     """auto: full on a GPU, small on a CPU."""
     return SIZES[("small" if platform == "cpu" else "full") if scale == "auto" else scale]
+
+
+def with_length(sizes: Sizes, max_model_len: int | None) -> Sizes:
+    """The same with a longer max_model_len, if one is given; ValueError if it is shorter than the tests need."""
+    if max_model_len is None:
+        return sizes
+    allowed = f"an integer >= {sizes.max_model_len}, the longest request of the tests at scale {sizes.name}"
+    require(max_model_len >= sizes.max_model_len, "max_model_len", max_model_len, allowed)
+    return sizes._replace(max_model_len=max_model_len)
 
 
 def sizes_text(sizes: Sizes) -> str:

@@ -1,22 +1,28 @@
 """The tests that python -m paxpage.bench offline runs on one engine."""
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from paxpage.bench import workloads
+from paxpage.bench import long_prompt, workloads
 from paxpage.bench.arrivals import due_times
+from paxpage.bench.long_prompt import Waits
 from paxpage.bench.open_loop import Arrivals, greedy
 from paxpage.bench.workloads import WorkloadRequest
+from paxpage.config import require
 from paxpage.engine.build import serving_config
+from paxpage.engine.engine import Engine
 from paxpage.engine.llm import LLM, without_old_garbage
 
 SEED = 0
 PROMPT_SEED = 7
+MARGIN_TOKENS = 8  # that test 7's long prompt leaves of max_model_len
 NUM_RUN_REQUESTS = 512  # test 5's requests are the first of so many, so that their lengths are test 1's
 
 
@@ -41,6 +47,8 @@ class Sizes(NamedTuple):
     batch: Batch
     large_batch: Batch
     long_prompt: int  # of the warm-up
+    beside: Batch  # test 7's decoding requests; num_outputs: before the long prompt comes
+    longest_prompt: int  # test 7's long prompt, if max_model_len is not shorter
     max_model_len: int
 
 
@@ -54,6 +62,8 @@ FULL = Sizes(
     batch=Batch(64, 1024, 128),
     large_batch=Batch(256, 448, 128),
     long_prompt=4000,
+    beside=Batch(32, 64, 64),
+    longest_prompt=32_768,
     max_model_len=4352,
 )
 SMALL = Sizes(
@@ -66,6 +76,8 @@ SMALL = Sizes(
     batch=Batch(8, 64, 32),
     large_batch=Batch(16, 48, 16),
     long_prompt=256,
+    beside=Batch(8, 16, 16),
+    longest_prompt=448,
     max_model_len=512,
 )
 SMOKE = Sizes(
@@ -78,6 +90,8 @@ SMOKE = Sizes(
     batch=Batch(2, 8, 4),
     large_batch=Batch(3, 8, 4),
     long_prompt=16,
+    beside=Batch(2, 4, 4),
+    longest_prompt=48,
     max_model_len=64,
 )
 SIZES = {sizes.name: sizes for sizes in (FULL, SMALL, SMOKE)}
@@ -223,14 +237,21 @@ def batch_decode(bench: OfflineTests) -> None:
 def poisson_arrivals(bench: OfflineTests) -> None:
     """Test 5: requests one by one at each rate, times to and between tokens. The scheduler's limits are a server's."""
     work, engine = bench.drawn(bench.sizes.num_arrivals), bench.llm.engine
-    offline, beside_decodes = engine.scheduler.config, serving_config(engine.config).num_tokens_beside_decodes
-    engine.scheduler.config = dataclasses.replace(offline, num_tokens_beside_decodes=beside_decodes)
-    try:
+    with limits_of_a_server(engine):
         for rate in bench.effort.rates:
             bench.llm.reset_prefix_cache()
             with without_old_garbage():
                 result = Arrivals(engine, work, due_times(len(work), rate, 1.0, SEED)).run()
             bench.emit("5_poisson_arrivals", {"rate_req_s": rate, "n": len(work)} | result)
+
+
+@contextlib.contextmanager
+def limits_of_a_server(engine: Engine) -> Iterator[None]:
+    """Within it the scheduler keeps steps short beside requests that decode, as a server's does."""
+    offline, beside_decodes = engine.scheduler.config, serving_config(engine.config).num_tokens_beside_decodes
+    engine.scheduler.config = dataclasses.replace(offline, num_tokens_beside_decodes=beside_decodes)
+    try:
+        yield
     finally:
         engine.scheduler.config = offline
 
@@ -240,6 +261,37 @@ def large_batch_decode(bench: OfflineTests) -> None:
     bench.emit("6_large_batch_decode", bench.decode_times(bench.sizes.large_batch)[1])
 
 
+def long_prompt_beside_decodes(bench: OfflineTests) -> None:
+    """Test 7: what a long prompt waits for its first token, and others meanwhile for their next ones."""
+    sizes, engine = bench.sizes, bench.llm.engine
+    most = engine.scheduler.config.max_num_seqs
+    require(most >= 2, "max_num_seqs", most, "at least 2 in test 7: one request beside the long prompt")
+    batch = sizes.beside._replace(rows=min(sizes.beside.rows, most - 1))
+    num_tokens = min(sizes.longest_prompt, sizes.max_model_len - MARGIN_TOKENS)
+    with limits_of_a_server(engine):
+        waits = [one_long_prompt(bench, batch, num_tokens) for _ in range(bench.effort.repetitions)]
+        limit = engine.scheduler.config.num_tokens_beside_decodes
+    floor_s = long_prompt.floor_s(engine.runner.params, num_tokens, jax.devices()[0].device_kind)
+    result = {
+        "n": batch.rows,
+        "in_len": batch.num_inputs,
+        "long_in_len": num_tokens,
+        "num_tokens_beside_decodes": limit,
+        "secs": [round(each.ttft_s, 4) for each in waits],
+        "ttft_ms": round(1e3 * statistics.median(each.ttft_s for each in waits), 2),
+        "ttft_floor_ms": None if floor_s is None else round(1e3 * floor_s, 2),
+    }
+    bench.emit("7_long_prompt_beside_decodes", result | long_prompt.gap_fields(waits))
+
+
+def one_long_prompt(bench: OfflineTests, batch: Batch, num_tokens: int) -> Waits:
+    """One repetition, with nothing cached before."""
+    bench.llm.reset_prefix_cache()
+    prompts, num_before = bench.make_batch(batch)
+    with without_old_garbage():
+        return long_prompt.waits(bench.llm.engine, prompts, num_before[0], bench.prompt(num_tokens))
+
+
 TESTS: dict[str, Callable[[OfflineTests], None]] = {
     "1": throughput,
     "2": single_latency,
@@ -247,4 +299,5 @@ TESTS: dict[str, Callable[[OfflineTests], None]] = {
     "4": batch_decode,
     "5": poisson_arrivals,
     "6": large_batch_decode,
+    "7": long_prompt_beside_decodes,
 }

@@ -26,6 +26,14 @@ class RooflinePoint(NamedTuple):
     flops_per_s: float
 
 
+class PagingLine(NamedTuple):
+    """One problem: how many times its contiguous twin's time it takes, at each block size."""
+
+    label: str
+    ratios: Sequence[float]
+    is_decode: bool
+
+
 class Roof(NamedTuple):
     """What a device can do at most."""
 
@@ -60,6 +68,20 @@ def plot_roofline(points: Sequence[RooflinePoint], roof: Roof, title: str, path:
     for point in points:
         axes.plot(point.intensity, point.flops_per_s / 1e12, "o", label=point.label)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=title)
+    axes.legend(fontsize=7)
+    figure.savefig(path)
+
+
+def plot_paging(lines: Sequence[PagingLine], block_sizes: Sequence[int], title: str, path: Path) -> None:
+    """Ratio to the contiguous twin against the block size, a line for each problem."""
+    figure = _figure(7, 5)
+    axes = figure.subplots()
+    axes.axhline(1, color="black", linewidth=0.8, label="contiguous")
+    for line in lines:
+        axes.plot(block_sizes, line.ratios, "o-" if line.is_decode else "s--", label=line.label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(block_sizes, labels=[str(size) for size in block_sizes])
+    axes.set(xlabel="tokens of a block", ylabel="time / time of the contiguous twin", ylim=(0, None), title=title)
     axes.legend(fontsize=7)
     figure.savefig(path)
 

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ ROOF_SIZES = {"cpu": (1 << 27, 1024), "gpu": (1 << 32, 8192)}
 ROOF_REPETITIONS = 3
 
 
-def lower_loop(attend: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], num_calls: int) -> jax.stages.Lowered:
+def lower_loop(attend: Callable[..., jax.Array], arrays: Sequence[Any], num_calls: int) -> jax.stages.Lowered:
     """num_calls calls in one loop, each fed the last one's output, ready to be compiled.
+
+    arrays: attend's arguments, or jax.ShapeDtypeStructs in their place.
 
     Several to a turn of the loop: XLA makes no CUDA graph of fewer than five, and the host would launch each.
     """

@@ -53,7 +53,8 @@ def test_help_without_a_command(bench: Bench) -> None:
         (("serve", "--endpoint=/v1/chat/completions", "--prompt-format=token_ids"), "prompt_format is 'token_ids'"),
         (("serve", "--random-range-ratio=1"), "random_range_ratio is 1.0"),
         (("serve", "--vocab-size=50"), "vocab_size is 50"),
-        (("offline", "--tests=7"), "tests is '7'"),
+        (("offline", "--tests=8"), "tests is '8'"),
+        (("offline", "--scale=smoke", "--max-model-len=32"), "max_model_len is 32"),
         (("offline", "--scale=huge"), "scale is 'huge'"),
         (("offline", "--reps=0"), "reps is 0"),
         (("offline", "--rates=x"), "request_rate is 'x'"),
@@ -61,6 +62,7 @@ def test_help_without_a_command(bench: Bench) -> None:
         (("kernels", "--scale=huge"), "scale is 'huge'"),
         (("kernels", "--backends=cuda"), "backends is 'cuda'"),
         (("kernels", "--only=backward", "--scale=smoke"), "only is 'backward'"),
+        (("kernels", "--paging", "--only=decode 7", "--scale=smoke"), "only is 'decode 7'"),
     ],
 )
 def test_a_bad_command_line_is_one_line_and_exit_code_2(bench: Bench, arguments: tuple[str, ...], named: str) -> None:
