@@ -5,6 +5,7 @@ parameters is one such tensor, or several laid one under another (q, k, v; gate,
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -17,8 +18,7 @@ from paxpage.config import DTYPES, ModelConfig, require
 from paxpage.models.registry import Params, abstract_params
 
 MAX_NAMED = 10  # problems spelled out in one error
-CHUNK_ELEMENTS = 2**16  # converted at a time: a chunk and its temporaries stay in a core's cache
-NUM_THREADS = 2
+NUM_THREADS = min(8, os.cpu_count() or 2)
 ALIGNMENT_BYTES = 64  # from which jax on a CPU takes a numpy array as it is, without a copy
 
 
@@ -32,6 +32,11 @@ class TensorInfo(NamedTuple):
 @runtime_checkable
 class Checkpoint(Protocol):
     """Named tensors that can be read a few rows at a time, from several threads at once."""
+
+    @property
+    def chunk_elements(self) -> int:
+        """How many numbers are best read at a time."""
+        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -160,7 +165,7 @@ def read_params(checkpoint: Checkpoint, config: ModelConfig, abstract: Params, s
     ):
         for group in _layer_groups(flat):
             host = {path: _empty_aligned(flat[path]) for path in group}
-            jobs = [job for path, out in host.items() for job in _jobs(path, out, config)]
+            jobs = [job for path, out in host.items() for job in _jobs(path, out, config, checkpoint.chunk_elements)]
             list(pool.map(lambda job: _read_into(checkpoint, *job), jobs))
             device = jax.block_until_ready(jax.device_put(host))  # or transfers in flight would pile up on the host
             loaded.update(device)
@@ -191,12 +196,14 @@ def _empty_aligned(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     return buffer[start : start + num_bytes].view(leaf.dtype).reshape(leaf.shape)
 
 
-def _jobs(path: str, out: np.ndarray, config: ModelConfig) -> Iterator[tuple[str, int, np.ndarray]]:
+def _jobs(
+    path: str, out: np.ndarray, config: ModelConfig, chunk_elements: int
+) -> Iterator[tuple[str, int, np.ndarray]]:
     """(tensor, first row, where its rows go) for every chunk of every source of one parameter."""
     first = 0
     for source in sources(path, out.shape, config):
         num_rows = source.shape[0]
-        rows = max(1, CHUNK_ELEMENTS // math.prod(source.shape[1:]))
+        rows = max(1, chunk_elements // math.prod(source.shape[1:]))
         for start in range(0, num_rows, rows):
             yield source.name, start, out[first + start : first + min(start + rows, num_rows)]
         first += num_rows
@@ -209,12 +216,13 @@ def _read_into(checkpoint: Checkpoint, name: str, start: int, out: np.ndarray) -
 def _require_equal(checkpoint: Checkpoint, name: str, other: str) -> None:
     shape, other_shape = checkpoint.tensors[name].shape, checkpoint.tensors[other].shape
     is_equal = tuple(shape) == tuple(other_shape) and all(
-        np.array_equal(checkpoint.read_rows(name, *span), checkpoint.read_rows(other, *span)) for span in _spans(shape)
+        np.array_equal(checkpoint.read_rows(name, *span), checkpoint.read_rows(other, *span))
+        for span in _spans(shape, checkpoint.chunk_elements)
     )
     if not is_equal:
         raise ValueError(f"{name} differs from {other}; allowed: equal or absent where tie_word_embeddings is true")
 
 
-def _spans(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    rows = max(1, CHUNK_ELEMENTS // math.prod(shape[1:]))
+def _spans(shape: tuple[int, ...], chunk_elements: int) -> Iterable[tuple[int, int]]:
+    rows = max(1, chunk_elements // math.prod(shape[1:]))
     return ((start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))

@@ -11,6 +11,8 @@ from paxpage.models.gguf_files import GGUFFile, dequantizer, raw_rows
 class GGUFCheckpoint:
     """tensors: what the header says, under checkpoint names (a name that GGUF does not share is kept as it is)."""
 
+    chunk_elements = 2**16  # a chunk and its temporaries stay in a core's cache
+
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         """Raises ValueError if a tensor's quantisation cannot be dequantised."""
         names = {checkpoint_name(name): name for name in file.tensors if name != ROPE_FACTORS}

@@ -24,6 +24,8 @@ class SafetensorsCheckpoint:
     tensors: what the headers say, by name. dtype: of the largest tensor, as ModelConfig spells it.
     """
 
+    chunk_elements = 2**20  # few calls: 2.5 GB take 2.3 s of CPU, 8.2 in chunks of 2**16
+
     def __init__(self, folder: Path) -> None:
         """Reads the headers. Raises ValueError for missing, pickled or damaged files and unknown dtypes."""
         self.tensors: dict[str, TensorInfo] = {}
