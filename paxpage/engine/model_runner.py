@@ -201,8 +201,9 @@ class ModelRunner:
     def warm_up_behind(self) -> None:
         """Leaves everything else to threads, what one small request takes first: see warmed_up. Does not wait."""
         jobs = self._usual_jobs()
-        late = {key: jobs[key] for key in reversed(jobs) if not self._is_first(key)}
-        self._compiled.compile_behind({**late, **self._rare_jobs()})
+        smallest = {self.shapes[0].num_tokens, min(shape.num_tokens for shape in self.shapes if not shape.is_decode)}
+        late = sorted((key for key in jobs if not self._is_first(key)), key=lambda key: key[0] not in smallest)
+        self._compiled.compile_behind({key: jobs[key] for key in late} | self._rare_jobs())
 
     def _usual_jobs(self) -> Jobs:
         """Steps, copies and samplers, the longest compilations first."""
