@@ -23,10 +23,10 @@ from paxpage.models.registry import Params
 # Padded numbers of rows and of tokens, by platform; few, since each is seconds of compilation. On a CPU
 # each costs half a second of a warm start too; on a GPU padding costs time from 128 tokens on (BUILD_NOTES.md,
 # 2026-11-30, has a step's time by number of tokens).
-ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 512)}
-TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
+ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 32, 64, 128, 160, 192, 224, 256, 512)}
+TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
 # Rows of decode steps that read shared prefixes once: fewer than ROW_BUCKETS, as what they save outweighs some padding.
-SHARING_BUCKETS = {"cpu": (), "gpu": (32, 64, 128, 192, 256, 512)}
+SHARING_BUCKETS = {"cpu": (), "gpu": (64, 128, 192, 256, 512)}
 MAX_SHARING_TOKENS = 512  # of a mixed step; longer ones are few, and most of their time goes into other tokens
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
@@ -34,7 +34,7 @@ SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 # compiling times kernels there, which wants a quiet device.
 STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
 # Rows for which there is no sampler, and none of what goes with it: a step of the next number costs the same there.
-UNSAMPLED_ROWS = {"cpu": (), "gpu": (4, 16)}
+UNSAMPLED_ROWS = {"cpu": (), "gpu": (4,)}
 
 
 def step_shapes(

@@ -47,7 +47,7 @@ def test_a_step_with_shared_prefixes_gives_the_same_tokens(tiny: LLM) -> None:
 
 def test_shapes_for_sharing_are_chosen_where_something_is_shared() -> None:
     shapes = step_shapes("gpu", 256, 1024, 8, is_sharing=True)
-    assert [shape.num_rows for shape in shapes if shape.is_decode and shape.max_pieces] == [32, 64, 128, 192, 256]
+    assert [shape.num_rows for shape in shapes if shape.is_decode and shape.max_pieces] == [64, 128, 192, 256]
     longest = {shape.max_pieces: shape.num_tokens for shape in shapes if not shape.is_decode}
     assert longest == {cascade.MAX_PIECES: 512, 0: 1024} and len(shapes) == len(set(shapes))
     without = {shape._replace(max_pieces=0) for shape in shapes}
