@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -39,8 +40,14 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     gc.freeze()
     gc.enable()
     text = ready_text(options, context, bound.getsockname()[1])
-    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(print, text, flush=True))
+    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(announce, text, engine))
     return lifecycle.exit_code
+
+
+def announce(text: str, engine: Engine) -> None:
+    """Says that requests are answered; what few of them need is read from now on, and a user is not kept waiting."""
+    print(text, flush=True)
+    threading.Thread(target=engine.grammars.load, name="grammar-tokenizer", daemon=True).start()
 
 
 def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) -> ServerContext:
