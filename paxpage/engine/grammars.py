@@ -159,8 +159,9 @@ class GrammarCompiler:
 
 def grammar_of(row: ScheduledRow) -> GrammarState | None:
     """What chooses among the row's next tokens; None if there is no grammar, or no token to come."""
-    is_over = not row.is_sampled or row.request.status is RequestStatus.FINISHED
-    return None if is_over else row.request.grammar
+    state, is_over = row.request.grammar, not row.is_sampled or row.request.status is RequestStatus.FINISHED
+    assert state is None or isinstance(state, GrammarState)
+    return None if is_over else state
 
 
 def finish_mask(state: GrammarState, request: Request, mask: np.ndarray, *, may_end: bool) -> None:

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from paxpage.engine.adjustments import Adjustments
 from paxpage.engine.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@runtime_checkable
 class Grammar(Protocol):
     """What a request asks of its grammar (engine.grammars.GrammarState)."""
 
@@ -101,7 +102,7 @@ class Request:
         self.min_tokens = params.min_tokens
         # Whether a step's most likely token is not all that the request wants.
         self.adjustments = Adjustments(params, self.token_ids, self.num_prompt_tokens) if params.is_adjusted else None
-        self.grammar: Any = None  # a Grammar, or None: of structured outputs: this request's own, set right after this
+        self.grammar: Grammar | None = None  # of structured outputs: this request's own, set right after this
         self.has_end_token = False  # the last token has ended the request and is none of its text
         self.num_dropped = 0  # 1: its grammar had ended, or failed, before the last token that was sampled
         is_plain = params.is_greedy and self.adjustments is None and params.structured_outputs is None
