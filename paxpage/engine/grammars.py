@@ -6,6 +6,7 @@ when a request is preempted, computed again, or finds its prompt in the prefix c
 
 import functools
 import importlib.util
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,8 @@ from paxpage.engine.batch import num_mask_words
 from paxpage.engine.request import FinishReason, Request, RequestStatus
 from paxpage.engine.scheduler import ScheduledRow
 from paxpage.engine.structured_outputs import GrammarSource, StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 10.0  # llguidance's own limits end everything that was tried within 1 s
 NUM_COMPILE_THREADS = 2
@@ -38,7 +41,7 @@ class Vocabulary(NamedTuple):
     tokenizer: Any  # LLTokenizer
     executor: Any  # LLExecutor
     end_id: int  # the token whose bit in a mask says that the output may end
-    num_words: int  # int32 of a mask of its own
+    num_words: int  # uint32 of a mask of its own
     size: int  # of the model's vocabulary
 
 
@@ -94,17 +97,24 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="grammar")
 
     def load(self) -> None:
-        """Reads the tokenizer, so that the first request need not wait for that; nothing if there is none to read."""
-        if self._tokenizer is not None and importlib.util.find_spec("llguidance") is not None:
+        """Reads the tokenizer, so that the first request need not wait for that; nothing if there is none to read.
+
+        If it cannot be read the log says so, and requests are refused.
+        """
+        if self._tokenizer is None or importlib.util.find_spec("llguidance") is None:
+            return
+        try:
             with self._lock:
                 _ = self._vocabulary
+        except ValueError as error:
+            logger.warning("%s", error)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of params; waits up to COMPILE_TIMEOUT_S. Raises ValueError saying why there is none."""
-        require(self._tokenizer is not None, "structured_outputs", params, "None: this model has no tokenizer")
-        is_installed = importlib.util.find_spec("llguidance") is not None
-        require(is_installed, "structured_outputs", params, MISSING)
         source = params.source
+        require(self._tokenizer is not None, "structured_outputs", source.kind, "None: this model has no tokenizer")
+        is_installed = importlib.util.find_spec("llguidance") is not None
+        require(is_installed, "structured_outputs", source.kind, MISSING)
         with self._lock:
             vocabulary, grammar = self._vocabulary, self._kept.get(source)
         if grammar is None:
@@ -142,8 +152,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Forgets all grammars."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._kept.clear()
+        with self._lock:
+            self._kept.clear()
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -177,7 +187,7 @@ def finish_mask(state: GrammarState, request: Request, mask: np.ndarray, *, may_
         _set_bits(mask, request.stop_token_ids, 1)
     if state.allowed is not None:
         mask &= state.allowed
-    if not mask.any():
+    if np.count_nonzero(mask) == 0:  # a third of the time of any()
         if may_end:
             state.finish_reason = FinishReason.STOP
         elif state.error is None:
@@ -239,7 +249,10 @@ def _grammar_text(source: GrammarSource) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if source.kind in ("json", "json_object"):
-        return LLMatcher.grammar_from_json_schema(source.text, defaults={"whitespace_pattern": WHITE_SPACE})
+        has_options = '"x-guidance"' in source.text  # llguidance's own, which say what white space there may be
+        return LLMatcher.grammar_from_json_schema(
+            source.text, defaults=None if has_options else {"whitespace_pattern": WHITE_SPACE}
+        )
     try:
         return grammar_from(source.kind, source.text)  # type: ignore[arg-type]
     except Exception as error:  # of the translation from GBNF

@@ -23,7 +23,9 @@ class GrammarSource(NamedTuple):
 class StructuredOutputsParams:
     """What the whole output must match; exactly one is given. Nothing else can be sampled, greedily or not.
 
-    json: a JSON schema, as a dict or as its text. What llguidance cannot follow of it is refused by name.
+    json: a JSON schema, as a dict or as its text. What llguidance cannot follow of it is refused by name. White space
+        between tokens is at most 40 characters long; the schema's own "x-guidance": {"whitespace_flexible": false}
+        allows none.
     regex: in Rust's syntax, without look-around and back references; the whole output matches it.
     choice: strings, one of which the output is.
     grammar: in llguidance's dialect of Lark, or in GBNF.

@@ -66,7 +66,7 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def make_tokenizer(*, has_template: bool = True) -> Any:
+def make_tokenizer(*, has_template: bool = True, vocab_size: int = VOCAB_SIZE) -> Any:
     """A byte-level BPE tokenizer that adds a BOS, with a chat template that begins with one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +75,7 @@ def make_tokenizer(*, has_template: bool = True) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -236,13 +236,17 @@ def test_compiling_has_a_time_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPa
     compiler.close()
 
 
-def test_what_is_missing_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     params = StructuredOutputsParams(regex="a")
     with pytest.raises(ValueError, match=r"^structured_outputs is .*; allowed: None: this model has no tokenizer"):
         GrammarCompiler(None, VOCAB_SIZE).compile(params)
     special_free = Wrapped(tokenizer.backend_tokenizer, None, [])
     with pytest.raises(ValueError, match=r"^structured_outputs is .*tokenizer has no special tokens"):
         GrammarCompiler(special_free, VOCAB_SIZE).compile(params)
+    GrammarCompiler(special_free, VOCAB_SIZE).load()
+    assert "tokenizer has no special tokens" in caplog.text
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llguidance" else find_spec(name))
     with pytest.raises(ValueError, match=r"^structured_outputs is .*pip install 'paxpage\[structured\]'"):
