@@ -7,15 +7,26 @@ if TYPE_CHECKING:
     from paxpage.config import EngineConfig, ModelConfig
     from paxpage.engine.llm import LLM
     from paxpage.engine.sampling_params import SamplingParams
+    from paxpage.engine.structured_outputs import StructuredOutputsParams
     from paxpage.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Logprob", "ModelConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 # Loaded when first used: the command line answers --help without importing jax.
 _HOMES = {
     "LLM": "paxpage.engine.llm",
     "SamplingParams": "paxpage.engine.sampling_params",
+    "StructuredOutputsParams": "paxpage.engine.structured_outputs",
     "EngineConfig": "paxpage.config",
     "ModelConfig": "paxpage.config",
     "RequestOutput": "paxpage.outputs",

@@ -28,7 +28,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop" | "length" | "abort" | "error"; None while unfinished
-    stop_reason: int | str | None  # the stop string or stop token id that ended it
+    stop_reason: int | str | None  # the stop string or stop token id that ended it; of an "error" what it was
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ ZONES = {
             "adjustments",
             "request",
             "sampling_params",
+            "structured_outputs",
             "block_pool",
             "prefix_cache",
             "kv_cache_manager",
@@ -63,7 +64,7 @@ ZONES = {
         None,
     ),
     "engine": Zone(
-        _in_engine("engine", "build", "params_check", "served_model", "compilation"),
+        _in_engine("engine", "build", "params_check", "served_model", "compilation", "grammars"),
         ("config", "host", "prompts", "models", "batch", "device", "kernels"),
         None,
     ),

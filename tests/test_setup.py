@@ -25,7 +25,12 @@ PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if 
 SOURCES = sorted(
     str(path.relative_to(ROOT)) for name in ("paxpage", "pallas_kernels") for path in ROOT.glob(f"{name}/**/*.py")
 )
-EXTRA_OF = {"paxpage/server/": "serve", "paxpage/serve.py": "serve", "paxpage/bench/": "bench"}
+EXTRA_OF = {
+    "paxpage/server/": "serve",
+    "paxpage/serve.py": "serve",
+    "paxpage/bench/": "bench",
+    "paxpage/engine/grammars.py": "structured",
+}
 
 
 def _names(requirements: list[Requirement]) -> set[str]:
@@ -48,7 +53,7 @@ def test_constraints_are_plain_pins() -> None:
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = dict(line.split("==") for line in PINS)
-    wanted = [*CORE, *EXTRAS["bench"], *EXTRAS["serve"], *EXTRAS["test"]]
+    wanted = [*CORE, *EXTRAS["bench"], *EXTRAS["serve"], *EXTRAS["structured"], *EXTRAS["test"]]
     unmet = [
         str(requirement)
         for requirement in wanted

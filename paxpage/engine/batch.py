@@ -302,10 +302,12 @@ def pack_adjustments(rows: list[ScheduledRow], num_rows: int) -> list[np.ndarray
         if adjustments is None or not row.is_sampled:
             continue
         options[:4, index] = adjustments.options
-        options[4, index] = row.previous_index
+        # By now the host may know the token that was on its way when the row was scheduled.
+        has_pending = row.previous_index >= 0 and len(row.request.token_ids) == row.start
+        options[4, index] = row.previous_index if has_pending else -1
         indices.append(index)
         parts.append(adjustments.entries())
-        bans += [(index, *ban) for ban in adjustments.bans(has_pending=row.previous_index >= 0)]
+        bans += [(index, *ban) for ban in adjustments.bans(has_pending=has_pending)]
     entries = _join_entries(indices, parts, bans, num_entries_of(num_rows))
     return [
         np.concatenate([[np.int32(place == 0)], options.ravel(), call.ravel()]) for place, call in enumerate(entries)
@@ -328,6 +330,16 @@ def _join_entries(
     if bans:
         entries[[0, 1, 4], num_set : num_set + len(bans)] = np.array(bans, np.int32).T
     return np.split(entries, num_calls, axis=1)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits of a mask over the vocabulary; the last has at least one bit that is no token's."""
+    return vocab_size // 32 + 1
+
+
+def needs_masks(rows: list[ScheduledRow]) -> bool:
+    """Whether a grammar says what some row's next token may be."""
+    return any(row.request.grammar is not None for row in rows if row.is_sampled)
 
 
 def needs_adjusting(rows: list[ScheduledRow]) -> bool:

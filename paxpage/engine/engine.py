@@ -14,8 +14,10 @@ import numpy as np
 
 from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine.accounting import IdleMeter, SlotAccount
+from paxpage.engine.batch import needs_masks
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
+from paxpage.engine.grammars import Grammar, GrammarCompiler
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
 from paxpage.engine.params_check import ParamLimits, check_params, with_bad_word_ids
@@ -57,6 +59,7 @@ class PreparedRequest(NamedTuple):
     is_streamed: bool
     arrival_time_s: float
     digests: PromptDigests
+    grammar: Grammar | None = None  # of structured outputs
 
 
 class EngineStats(NamedTuple):
@@ -177,6 +180,8 @@ class Engine:
         self.vocab_size = vocab_size
         self._param_limits = ParamLimits(vocab_size, config.max_logprobs, generation.eos_token_ids, tokenizer)
         self.runner = runner
+        self.grammars = GrammarCompiler(tokenizer, vocab_size)
+        self._num_structured = 0  # unfinished samples with a grammar
         pool = BlockPool(runner.num_blocks)
         cache = PrefixCache(max_evicted=runner.num_blocks) if config.enable_prefix_caching else None
         self._manager = KVCacheManager(pool, config.block_size, limits.max_num_seqs, limits.max_model_len, cache)
@@ -220,8 +225,10 @@ class Engine:
         remaining = self.max_model_len - len(token_ids)
         max_tokens = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         digests = self._digests(token_ids, cache_salt)
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.compile(structured)
         return PreparedRequest(
-            request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s, digests
+            request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s, digests, grammar
         )
 
     def submit(self, prepared: PreparedRequest) -> None:
@@ -231,6 +238,7 @@ class Engine:
         group = self._groups[prepared.request_id] = Group(prepared)
         for index in range(prepared.params.n):
             sample = self._make_sample(group, index)
+            self._num_structured += sample.request.grammar is not None
             group.samples.append(sample)
             self._samples[sample.request.request_id] = sample
         self.scheduler.add_samples([sample.request for sample in group.samples])
@@ -261,14 +269,14 @@ class Engine:
         that was left to be compiled behind the first requests could not be.
         """
         self._require_programs()
+        deltas: list[CompletionDelta] = []
         try:
-            batch = self._launch()
-            if batch is not None and len(self._in_flight) <= self._max_in_flight:
-                return []
-            return self._collect()
+            is_launched = self._launch(deltas)
+            if not is_launched or len(self._in_flight) > self._max_in_flight:
+                deltas += self._collect()
         except Exception as error:
             self._recover(error)
-            return []
+        return deltas
 
     def wait_until_warm(self) -> None:
         """Waits until everything is compiled; nothing is any more afterwards. Raises why something could not be.
@@ -321,6 +329,7 @@ class Engine:
         self._in_flight.clear()
         self.abort(list(self._groups))
         self._manager.pool.check()
+        self.grammars.close()
         self.runner.close()
 
     # Details of prepare and submit
@@ -361,6 +370,7 @@ class Engine:
             priority=prepared.priority,
             digests=prepared.digests,
         )
+        request.grammar = None if prepared.grammar is None else prepared.grammar.start(request)
         return Sample(index, request, group, self._make_detokenizer(prepared))
 
     def _make_detokenizer(self, prepared: PreparedRequest) -> Detokenizer | None:
@@ -388,17 +398,29 @@ class Engine:
         if error is not None:
             raise EngineDeadError(f"a program could not be compiled: {error}") from error
 
-    def _launch(self) -> ScheduledBatch | None:
-        """Schedules and starts a step; None if there is nothing to compute before tokens in flight arrive."""
+    def _launch(self, deltas: list[CompletionDelta]) -> bool:
+        """Schedules and starts a step; False if there is nothing to compute before tokens in flight arrive.
+
+        What came of steps in flight that had to be taken in for it is added to deltas.
+        """
         batch = self.scheduler.schedule()
         if not batch.rows:
-            return None
+            return False
         self._num_scheduled_tokens = batch.num_tokens
         self.slots.add(self.scheduler.usage())
         was_busy = self._in_flight[-1][1].is_running() if self._in_flight else None
-        self._in_flight.append((batch, self.runner.launch(batch, self._manager)))
-        self.idle_meter.launched(was_busy)
-        return batch
+        if self._num_structured and needs_masks(batch.rows):
+            started = self.runner.start(batch, self._manager)
+            self.idle_meter.launched(was_busy)
+            # Masks depend on all tokens before: those in flight are taken in while the forward pass runs.
+            deltas += self._collect()
+            masks = self.grammars.masks(batch.rows, started.output.logits.shape[0])
+            launched = self.runner.draw(started, masks)
+        else:
+            launched = self.runner.launch(batch, self._manager)
+            self.idle_meter.launched(was_busy)
+        self._in_flight.append((batch, launched))
+        return True
 
     def _collect(self) -> list[CompletionDelta]:
         """Takes in the tokens of the oldest step in flight."""
@@ -428,6 +450,8 @@ class Engine:
     def _deliver(self, request: Request, tokens: HostTokens, index: int) -> CompletionDelta | None:
         """Takes row index's new token into its sample; the delta, unless nobody wants it yet."""
         sample = self._samples[request.request_id]
+        if request.num_dropped:
+            return self._delta(sample, "" if sample.detokenizer is None else sample.detokenizer.flush(), 0)
         if sample.first_token_time_s is None:
             sample.first_token_time_s = time.monotonic()
         if sample.logprobs is not None:
@@ -442,7 +466,7 @@ class Engine:
         request, detokenizer = sample.request, sample.detokenizer
         if detokenizer is None:
             return ""
-        is_hidden = request.finish_reason is FinishReason.STOP and not request.params.include_stop_str_in_output
+        is_hidden = request.has_end_token and not request.params.include_stop_str_in_output
         piece = "" if is_hidden else detokenizer.push(request.token_ids[-1:])
         if detokenizer.stop_match is None and request.finish_reason is not None:
             piece += detokenizer.flush()
@@ -508,6 +532,7 @@ class Engine:
         group, request = sample.group, sample.request
         del self._samples[request.request_id]
         group.num_unfinished -= 1
+        self._num_structured -= request.grammar is not None
         if group.num_unfinished == 0:
             del self._groups[group.prepared.request_id]
         if sample.detokenizer is None:
@@ -521,7 +546,7 @@ class Engine:
         request, params = sample.request, sample.request.params
         if self.tokenizer is None or not params.detokenize:
             return ""
-        is_hidden = request.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+        is_hidden = request.has_end_token and not params.include_stop_str_in_output
         output_ids = request.output_token_ids[: -1 if is_hidden else None]
         return decode_after(self._decode_with(params), sample.group.prepared.prompt_token_ids, output_ids)
 

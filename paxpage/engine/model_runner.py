@@ -82,6 +82,7 @@ def choose_shape(shapes: Iterable[StepShape], batch: batches.ScheduledBatch, *, 
 
 COPY = "copy"  # where ModelRunner keeps the compiled step.copy_blocks
 ADJUST = "adjust"  # and, with a number of rows, sampler.adjust
+MASK = "mask"  # with a number of rows, sampler.mask
 SCORE, STATES = "score", "states"  # step.score; with a number of tokens, step.states_to_score
 
 
@@ -102,6 +103,15 @@ class HostTokens(NamedTuple):
     top_logprobs: np.ndarray | None
     scored: list[Scored]
     logits: np.ndarray | None = None  # of every row, when somebody wants more of them than the sampler describes
+
+
+class Started(NamedTuple):
+    """A step whose forward pass is on its way, and which has no tokens yet."""
+
+    batch: batches.ScheduledBatch
+    output: step.StepOutput
+    scored: list[Scored]
+    has_buffer: bool  # its logits lie where those of the next step of as many rows may
 
 
 class Launched(NamedTuple):
@@ -236,16 +246,17 @@ class ModelRunner:
         return {(n, has_logprobs): functools.partial(self._compile_sampler, n, has_logprobs) for n in rows}
 
     def _rare_jobs(self) -> Jobs:
-        """What few requests ask for: changed logits, log-probabilities where they are a sampler's own, scored prompts.
+        """What few requests ask for: changed or masked logits, log-probabilities if a sampler's own, scored prompts.
 
         None of it is needed to know how much memory steps take: build.sampling_bytes bounds that.
         """
         adjust = {(ADJUST, n): functools.partial(self._compile_adjust, n) for n in self._sampled_rows}
+        mask = {(MASK, n): functools.partial(self._compile_mask, n) for n in self._sampled_rows}
         logprobs = [self._sampler_jobs(has_logprobs=variant) for variant in self._sampler_variants[1:]]
         mixed = [shape for shape in self.shapes if not shape.is_decode]
         states = {(STATES, s.num_tokens): functools.partial(self._compile_states, s) for s in mixed}
         score = {SCORE: functools.partial(self._compile_score, mixed[0])}
-        return {**adjust, **{key: job for jobs in logprobs for key, job in jobs.items()}, **states, **score}
+        return {**adjust, **mask, **{key: job for jobs in logprobs for key, job in jobs.items()}, **states, **score}
 
     def _hidden_like(self, shape: StepShape) -> jax.ShapeDtypeStruct:
         """A mixed step's hidden states, which its compiled step knows."""
@@ -268,10 +279,14 @@ class ModelRunner:
         return {shape: self._compiled[shape].memory_analysis() for shape in self.shapes}
 
     def launch(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Launched:
-        """Starts one forward pass that gives a token for every row; does not wait for it."""
+        """Starts one step that gives a token for every row; does not wait for it."""
+        return self.draw(self.start(batch, manager))
+
+    def start(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Started:
+        """The first half of launch(): the forward pass. draw() comes before anything else is launched."""
         shared = self._finder.find(batch, manager) if self._finder else None
-        has_sampler = batches.needs_sampler(batch.rows)
-        shape = choose_shape(self._usable_shapes(has_sampler=has_sampler), batch, has_shared=shared is not None)
+        shapes = self._usable_shapes(has_sampler=batches.needs_sampler(batch.rows))
+        shape = choose_shape(shapes, batch, has_shared=shared is not None)
         packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
@@ -279,22 +294,33 @@ class ModelRunner:
         logits = self._logits.pop(shape.num_rows, None)
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
+        return Started(batch, output, scored, logits is not None)
+
+    def draw(self, started: Started, masks: np.ndarray | None = None) -> Launched:
+        """The second half: the tokens. masks: uint32 [num_rows, num_mask_words], as engine.grammars makes them."""
+        batch, output, scored, has_buffer = started
         launched = Launched(output.token_ids, None, scored)
-        if has_sampler:
-            launched = self._sample(batch, output.logits, scored)
-        if logits is not None:
-            self._logits[shape.num_rows] = self._next_buffer(output.logits, is_kept=launched.logits is not None)
+        if batches.needs_sampler(batch.rows):
+            launched = self._sample(batch, output.logits, scored, masks)
+        num_rows = output.logits.shape[0]
+        if has_buffer:
+            self._logits[num_rows] = self._next_buffer(output.logits, is_kept=launched.logits is not None)
         self._previous = launched.token_ids
         for array in launched.details or launched[:1]:
             array.copy_to_host_async()
         return launched
 
-    def _sample(self, batch: batches.ScheduledBatch, logits: jax.Array, scored: list[Scored]) -> Launched:
+    def _sample(
+        self, batch: batches.ScheduledBatch, logits: jax.Array, scored: list[Scored], masks: np.ndarray | None
+    ) -> Launched:
         """Starts the sampler, and before it what changes the logits that it draws from."""
         num_rows, has_logprobs = logits.shape[0], batches.needs_logprobs(batch.rows)
         params = batches.pack_sampling(batch.rows, num_rows)
         sampler_key = (num_rows, has_logprobs or False not in self._sampler_variants)
-        sampled = self._compiled[sampler_key](logits, self._adjust(batch, logits), params)
+        adjusted = self._adjust(batch, logits)
+        if masks is not None:
+            adjusted = self._compiled[MASK, num_rows](adjusted, masks)
+        sampled = self._compiled[sampler_key](logits, adjusted, params)
         is_whole = has_logprobs and batches.needs_logits(batch.rows, min(self._max_logprobs, self.vocab_size))
         details = sampled if has_logprobs else None
         return Launched(sampled.token_ids, details, scored, logits if is_whole else None)
@@ -361,6 +387,11 @@ class ModelRunner:
         packed = jax.ShapeDtypeStruct((batches.num_adjusting_ints(num_rows),), jnp.int32)
         previous = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)
         return compile_with(sampler.adjust, logits, logits, packed, previous)
+
+    def _compile_mask(self, num_rows: int) -> jax.stages.Compiled:
+        logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
+        masks = jax.ShapeDtypeStruct((num_rows, batches.num_mask_words(self.vocab_size)), jnp.uint32)
+        return compile_with(sampler.mask, logits, masks)
 
 
 def sample_padded(

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from paxpage.engine.adjustments import Adjustments
 from paxpage.engine.sampling_params import SamplingParams
@@ -37,6 +37,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@runtime_checkable
+class Grammar(Protocol):
+    """What a request asks of its grammar (engine.grammars.GrammarState)."""
+
+    finish_reason: FinishReason | None  # why the request ends; STOP at the grammar's end, ERROR when it cannot go on
+    error: str | None
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a token of text in. False: it is none of the output's, which has ended before it."""
+
+
 class Request:
     """A sequence of tokens and how far the cache has caught up with it.
 
@@ -56,7 +67,7 @@ class Request:
         *("num_tokens", "max_num_tokens", "num_computed_tokens", "batch_index", "num_preemptions", "finish_reason"),
         *("stop_reason", "packed_params", "needs_sampler", "min_tokens", "root_digest", "block_digests"),
         *("num_cached_blocks", "next_block_end", "num_cached_tokens", "awaited", "leader", "followers"),
-        *("is_scored", "num_readonly_tokens", "adjustments"),
+        *("is_scored", "num_readonly_tokens", "adjustments", "grammar", "has_end_token", "num_dropped"),
     )
 
     def __init__(
@@ -91,7 +102,10 @@ class Request:
         self.min_tokens = params.min_tokens
         # Whether a step's most likely token is not all that the request wants.
         self.adjustments = Adjustments(params, self.token_ids, self.num_prompt_tokens) if params.is_adjusted else None
-        is_plain = params.is_greedy and self.adjustments is None
+        self.grammar: Grammar | None = None  # of structured outputs: this request's own, set right after this
+        self.has_end_token = False  # the last token has ended the request and is none of its text
+        self.num_dropped = 0  # 1: its grammar had ended, or failed, before the last token that was sampled
+        is_plain = params.is_greedy and self.adjustments is None and params.structured_outputs is None
         self.needs_sampler = not is_plain or params.logprobs is not None or params.min_tokens > 0
         self.packed_params: Any = None  # the batch builder's, made once
         self.num_preemptions = 0
@@ -145,14 +159,39 @@ class Request:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a sampled token in; returns why the request ends with it, or None. Sets stop_reason."""
+        if self.grammar is not None:
+            return self._append_by_grammar(self.grammar, token_id)
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         if num_known > self.num_tokens:
             self.num_tokens = num_known
         if num_known - self.num_prompt_tokens >= self.min_tokens:
             if token_id in self.eos_token_ids:
-                return FinishReason.STOP
+                return self._end_with_token(None)
             if token_id in self.stop_token_ids:
-                self.stop_reason = token_id
-                return FinishReason.STOP
+                return self._end_with_token(token_id)
         return FinishReason.LENGTH if num_known >= self.max_num_tokens else None
+
+    def _append_by_grammar(self, grammar: Grammar, token_id: int) -> FinishReason | None:
+        """append, but an end of sequence ends at once (it came where nothing else could), and so does the grammar."""
+        is_eos = token_id in self.eos_token_ids
+        is_stop = token_id in self.stop_token_ids and self.num_output_tokens + 1 >= self.min_tokens
+        if grammar.finish_reason is None and (is_eos or is_stop):
+            self._push(token_id)
+            return self._end_with_token(None if is_eos else token_id)
+        if not grammar.accept(token_id):
+            self.num_dropped, self.stop_reason = 1, grammar.error
+            return grammar.finish_reason
+        self._push(token_id)
+        is_cut = len(self.token_ids) >= self.max_num_tokens
+        return grammar.finish_reason or (FinishReason.LENGTH if is_cut else None)
+
+    def _push(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.num_tokens = max(self.num_tokens, len(self.token_ids))
+
+    def _end_with_token(self, stop_token_id: int | None) -> FinishReason:
+        self.has_end_token = True
+        if stop_token_id is not None:
+            self.stop_reason = stop_token_id
+        return FinishReason.STOP

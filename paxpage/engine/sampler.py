@@ -116,6 +116,13 @@ def penalise(logits: Logits, rows: AdjustedRows, tokens: AdjustedTokens) -> Floa
     return values - frequency * num_outputs - presence * (num_outputs > 0)
 
 
+def mask(logits: Logits, masks: UInt[Array, "num_rows num_words"]) -> Logits:
+    """-inf for tokens whose bit is not set: bit i % 32 of word i // 32 is token i's. After adjust(), bans included."""
+    token_ids = jnp.arange(logits.shape[1])
+    bits = masks[:, token_ids // 32] >> (token_ids % 32).astype(jnp.uint32) & 1
+    return jnp.where(bits == 1, logits, -jnp.inf)
+
+
 def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:
     """One draw a row from softmax(logits / temperature) restricted to top_k, then top_p, then min_p (Gumbel-max)."""
     temperature = jnp.where(inputs.temperature == 0, 1, inputs.temperature)[:, None]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from paxpage.config import require, require_int
+from paxpage.engine.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
 MAX_STOP_TOKEN_IDS = 64
@@ -65,6 +66,10 @@ class SamplingParams:
     bad_words: texts, or lists of token ids, that the output must not have: a text is banned as it is and with a space
         before it. Of several tokens the last cannot follow the others. Where nothing else is allowed, they may. At
         most 512 texts, or 1024 lists.
+    structured_outputs: what the whole output must match (StructuredOutputsParams). It ends with the grammar, for which
+        min_tokens and bans give way, and an end of sequence can come only where the grammar may end. Stop strings, stop
+        tokens and max_tokens may cut it short. Log-probabilities are the model's own, of all tokens. Where no token is
+        left, allowed_token_ids being against it, the request ends with finish_reason "error".
     """
 
     n: int = 1
@@ -89,10 +94,13 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for field in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        is_params = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams)
+        require(is_params, "structured_outputs", self.structured_outputs, "a StructuredOutputsParams, or None")
         self._check_distribution()
         self._check_lengths()
         self._check_stops()

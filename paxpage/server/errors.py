@@ -43,6 +43,6 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def from_value_error(error: ValueError, fields: Mapping[str, object]) -> ApiError:
-    """A 400 for a value the engine refused. param is the message's first word when that is one of fields."""
-    first_word = str(error).partition(" ")[0]
+    """A 400 for a value the engine refused. param is the message's first word, up to a dot, if one of fields."""
+    first_word = str(error).partition(" ")[0].partition(".")[0]
     return ApiError(400, str(error), first_word if first_word in fields else None)

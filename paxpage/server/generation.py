@@ -111,7 +111,10 @@ async def open_stream(
     try:
         prepared = await context.async_engine.prepare(prepare)
     except ValueError as error:
-        raise from_value_error(error, type(request).model_fields) from None
+        refused = from_value_error(error, type(request).model_fields)
+        if refused.param == "structured_outputs" and request.response_format is not None:
+            refused.param = "response_format"  # the client's name for it
+        raise refused from None
     return prepared, context.async_engine.open(prepared, arrival_time_s)
 
 

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import logging
 import socket
+import threading
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -45,7 +46,8 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
     gc.freeze()
     gc.enable()
     text = ready_text(options, context, bound.getsockname()[1])
-    serve(app, context.async_engine, lifecycle, signals, bound, functools.partial(announce, options, text))
+    announcing = functools.partial(announce, options, text, engine)
+    serve(app, context.async_engine, lifecycle, signals, bound, announcing)
     return lifecycle.exit_code
 
 
@@ -110,8 +112,11 @@ def exposure_warning(host: str, api_key: str | None) -> str | None:
     return f"{host} is open to other machines and no key is asked of them; set ${API_KEY_VARIABLE}"
 
 
-def announce(options: ServeOptions, text: str) -> None:
-    """Says that requests are answered: to a person on stdout, to a machine as a line of the log."""
+def announce(options: ServeOptions, text: str, engine: Engine) -> None:
+    """Says that requests are answered: to a person on stdout, to a machine as a line of the log.
+
+    What few requests need is read from now on: nobody is kept waiting for it.
+    """
     warning = exposure_warning(options.host, options.api_key)
     if warning is not None:
         LOGGER.warning(warning)
@@ -119,6 +124,7 @@ def announce(options: ServeOptions, text: str) -> None:
         print(text, flush=True)
     else:
         LOGGER.info(text.partition("\n")[0])
+    threading.Thread(target=engine.grammars.load, name="grammar-tokenizer", daemon=True).start()
 
 
 def ready_text(options: ServeOptions, context: ServerContext, port: int) -> str:

@@ -21,6 +21,7 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from paxpage.config import require
 from paxpage.engine.sampling_params import ALL_LOGPROBS, SamplingParams
+from paxpage.engine.structured_outputs import KINDS, StructuredOutputsParams
 from paxpage.server.errors import ApiError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -156,6 +157,51 @@ def parse_tool_choice(value: Any) -> str | dict[str, Any] | None:
     raise _refuse(value, 'none, auto, required or {"type": "function", "function": {"name": ...}}')
 
 
+def parse_structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """Null, or an object with one of json, regex, choice, grammar and json_object."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not set(value) <= set(KINDS):
+        raise _refuse(value, f"an object with one of {', '.join(KINDS)}")
+    return _structured(value)
+
+
+RESPONSE_FORMATS = (
+    '{"type": "text"}, {"type": "json_object"} or '
+    '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}, "strict": ...}}'
+)
+
+
+def parse_response_format(value: Any) -> StructuredOutputsParams | None:
+    """Null, or OpenAI's way of asking for JSON. A schema is always followed to the letter, strict or not."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or value == {"type": "text"}:
+        return None
+    if value == {"type": "json_object"}:
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema" or set(value) != {"type", "json_schema"}:
+        raise _refuse(value, RESPONSE_FORMATS)
+    return _structured({"json": _schema_of(value["json_schema"])})
+
+
+def _schema_of(value: Any) -> dict[str, Any]:
+    """The schema in a response_format's json_schema."""
+    texts = ("name", "description")
+    is_known = isinstance(value, dict) and set(value) <= {*texts, "schema", "strict"}
+    is_named = is_known and all(value.get(field) is None or isinstance(value[field], str) for field in texts)
+    is_valid = is_named and isinstance(value.get("schema"), dict) and type(value.get("strict")) in (bool, type(None))
+    if not is_valid:
+        raise ValueError(f"has the json_schema {reprlib.repr(value)}; allowed: {RESPONSE_FORMATS}")
+    return value["schema"]
+
+
+def _structured(fields: dict[str, Any]) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**fields)
+    except ValueError as error:
+        raise ValueError(f"is refused: {error}") from None
+
+
 # What the functions above accept, for the description of the API.
 
 
@@ -181,6 +227,41 @@ class FunctionTool(TypedDict):
     function: Function
 
 
+class OneOf(TypedDict):
+    """One of these, that the answer must be."""
+
+    json: NotRequired[dict[str, Any] | str]
+    regex: NotRequired[str]
+    choice: NotRequired[list[str]]
+    grammar: NotRequired[str]
+    json_object: NotRequired[bool]
+
+
+class JsonSchema(TypedDict):
+    """A schema, and what may be told of it."""
+
+    name: NotRequired[str | None]
+    description: NotRequired[str | None]
+    schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+
+
+class PlainFormat(TypedDict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(TypedDict):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+StructuredOutputs = Annotated[Any, PlainValidator(parse_structured_outputs, json_schema_input_type=OneOf | None)]
+Format = PlainFormat | SchemaFormat | None
+ResponseFormat = Annotated[Any, PlainValidator(parse_response_format, json_schema_input_type=Format)]
 BadWords = Annotated[Any, PlainValidator(parse_bad_words, json_schema_input_type=list[str | list[int]] | None)]
 Tools = Annotated[Any, PlainValidator(parse_tools, json_schema_input_type=list[FunctionTool] | None)]
 Choice = Literal["none", "auto", "required"] | FunctionTool | None
@@ -236,8 +317,8 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
-    structured_outputs: Annotated[Any, only()] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
+    structured_outputs: StructuredOutputs = None
+    response_format: ResponseFormat = None
     best_of: int | None = None
     use_beam_search: Annotated[Any, only(False)] = None
     store: Annotated[Any, only(False)] = None
@@ -253,6 +334,8 @@ class GenerationRequest(BaseModel):
         is_whole = self.prompt_logprobs is None or not self.stream
         require(is_whole, "prompt_logprobs", self.prompt_logprobs, "null when stream is true")
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "-1 or at least 1")
+        is_one = self.structured_outputs is None or self.response_format is None
+        require(is_one, "structured_outputs", "given", 'null beside a response_format other than {"type": "text"}')
         return self
 
     @property
@@ -277,7 +360,8 @@ class GenerationRequest(BaseModel):
             ValueError: an option is out of its range.
         """
         given = {field: getattr(self, field) for field in SAMPLING_FIELDS if getattr(self, field) is not None}
-        return dataclasses.replace(defaults, logprobs=self.num_logprobs, **given)
+        structured = self.structured_outputs or self.response_format
+        return dataclasses.replace(defaults, logprobs=self.num_logprobs, structured_outputs=structured, **given)
 
 
 class CompletionRequest(GenerationRequest):

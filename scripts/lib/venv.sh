@@ -12,7 +12,7 @@ venv=$root/.venv
 venv_python=$venv/bin/python
 cuda_compiler=$venv/cuda-compiler
 stamp=$venv/paxpage-installed # what was installed last: a checksum, then the extras, one a line
-known_extras="bench cuda12 cuda13 serve test"
+known_extras="bench cuda12 cuda13 serve structured test"
 
 say() { echo "paxpage: $*" >&2; }
 die() {

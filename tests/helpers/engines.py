@@ -95,7 +95,7 @@ def assert_idle(engine: Engine) -> None:
         assert len(cache) <= manager.pool.num_usable and NULL_BLOCK not in cache
     assert not (manager._coming or manager._copies or any(manager._is_borrowed)), "something is still to come"
     assert not (scheduler.waiting or scheduler.running or scheduler.ending or scheduler._leaders)
-    assert not (engine._groups or engine._samples)
+    assert not (engine._groups or engine._samples or engine._num_structured)
     assert not manager.block_tables.any() and not any(manager.num_blocks_of_row)
     usage = scheduler.usage()
     assert (usage.allocated, usage.holding) == (0, 0)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.structured_outputs import StructuredOutputsParams
 from paxpage.server.errors import ApiError
 from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 
@@ -90,11 +91,10 @@ NEUTRAL_VALUES = {
     "best_of": [None, 1],
     "echo": [None, False],
     "response_format": [None, {"type": "text"}],
+    "structured_outputs": [None],
     "store": [None, False],
 }
 UNSUPPORTED_VALUES = {
-    "response_format": [{"type": "json_object"}],
-    "structured_outputs": [{"regex": "a"}],
     "store": [True],
 }
 
@@ -111,6 +111,73 @@ def test_options_to_come_are_refused_by_name(make: Any, field: str, value: objec
     with pytest.raises(ApiError, match=f"^{field} is .*not supported yet") as raised:
         make(**{field: value})
     assert raised.value.param == field
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"name": "form", "schema": SCHEMA, "strict": True, "description": "a form"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+        ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, StructuredOutputsParams(json=SCHEMA)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}},
+            StructuredOutputsParams(json={}),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, StructuredOutputsParams(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=["a", "b"])),
+        ({"structured_outputs": {"grammar": "start: X"}}, StructuredOutputsParams(grammar="start: X")),
+        (
+            {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+            StructuredOutputsParams(json_object=True),
+        ),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_structured_outputs_are_asked_for_in_two_ways(
+    make: Any, fields: Any, expected: StructuredOutputsParams
+) -> None:
+    assert make(**fields).sampling_params(DEFAULTS).structured_outputs == expected
+    assert make().sampling_params(DEFAULTS).structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": "json"}, "response_format is 'json'; allowed: "),
+        ({"response_format": {"type": "xml"}}, "response_format is .*; allowed: "),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format is .*; allowed: "),
+        ({"response_format": {"type": "json_schema"}}, "response_format is .*; allowed: "),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format has the json_sch",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**NAMED, "strict": "yes"}}},
+            "response_format has the json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**NAMED, "x": 1}}},
+            "response_format has the json",
+        ),
+        ({"structured_outputs": "regex"}, "structured_outputs is 'regex'; allowed: an object with one of json, regex"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs is .*; allowed: an object with one of json"),
+        ({"structured_outputs": {}}, "structured_outputs is refused: structured_outputs is .*; allowed: exactly one"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs is refused: structured_outputs.regex is ''"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs is 'given'; allowed: null beside a response_format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_faulty_structured_outputs_are_refused_by_name(make: Any, fields: Any, message: str) -> None:
+    with pytest.raises(ApiError, match=f"^{message}") as raised:
+        make(**fields)
+    assert raised.value.param in fields
 
 
 def test_an_echo_is_for_completions_alone() -> None:

@@ -30,6 +30,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (*NOT_NUMBERS, -2.1, 2.1, math.inf),
     "repetition_penalty": (*NOT_NUMBERS, 0, -1, 1e-7, 1e7, math.nan),
     "allowed_token_ids": (5, "12", [], ["1"], [1.0], [True], [-1], {1, 2}),
+    "structured_outputs": (5, "json", {}, {"regex": "a"}),
     "bad_words": (
         5,
         "abc",
