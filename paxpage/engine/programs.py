@@ -76,7 +76,8 @@ class Programs(dict[Any, jax.stages.Compiled]):
     def _submit(self, jobs: Jobs) -> list[Job]:
         submitted = [Job(key, compile_it) for key, compile_it in jobs.items()]
         self._jobs.update((job.key, job) for job in submitted)
-        self._num_left += len(submitted)
+        with self._lock:
+            self._num_left += len(submitted)
         for job in submitted:
             job.future.add_done_callback(self._count)
             self._queue.put(job)
