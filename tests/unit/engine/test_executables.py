@@ -97,8 +97,7 @@ def test_a_second_start_compiles_and_lowers_nothing(
     assert events[COMPILE] >= num_programs > 5
     events.clear()
     assert _start(shelf, tmp_path) == first
-    assert (events[COMPILE], events[LOWER]) == (0, 0)
-    assert events[TRACE] <= 3  # shapes of a cache, of a model
+    assert (events[COMPILE], events[LOWER], events[TRACE]) == (0, 0, 0)
     fixed_sources("other")
     assert _start(shelf, tmp_path) == first
     assert events[COMPILE] >= num_programs
