@@ -5,6 +5,7 @@ program is made from: the source files of both packages, the model's config, sha
 program runs code out of the folder, as with JAX's own cache: a folder or file that others can write to is not read.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -125,7 +126,8 @@ class ExecutableStore:
         header_text, _, payload = body.partition(b"\n")
         header = json.loads(header_text)
         _expect(header["key"] == key, "of another program")
-        os.utime(path)  # the oldest are removed first
+        with contextlib.suppress(OSError):  # of a read-only file system, say
+            os.utime(path)  # the oldest are removed first
         trees = jax.tree.structure((program.arguments, {})), jax.tree.structure(_from_json(header["output"]))
         device = jax.local_devices()[0]
         return serialize_executable.deserialize_and_load(
