@@ -13,8 +13,9 @@ from pallas_kernels.paged_attention.config import Geometry
 from paxpage.config import EngineConfig, SchedulerConfig, require
 from paxpage.engine import kv_cache, memory, step
 from paxpage.engine.batch import StepShape
-from paxpage.engine.compilation import use_persistent_cache
+from paxpage.engine.compilation import programs_folder, use_persistent_cache
 from paxpage.engine.engine import Engine
+from paxpage.engine.executables import ExecutableStore, compile_program, open_store, step_program
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
@@ -71,11 +72,13 @@ def build_engine(
     if served_model_name is not None:
         served = served._replace(name=served_model_name)
     limits = _limits(config, served)
+    folder = programs_folder(config.compilation_cache_dir)
+    store = None if folder is None else open_store(folder, served.config, served.dtype)
     with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        runner = _make_runner(config, limits, served)
+        runner = _make_runner(config, limits, served, store)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
@@ -147,7 +150,9 @@ def _fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> Sche
     return dataclasses.replace(limits, max_model_len=capacity)
 
 
-def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) -> ModelRunner:
+def _make_runner(
+    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, store: ExecutableStore | None
+) -> ModelRunner:
     blocks_per_row = -(-limits.max_model_len // config.block_size)
     dtype = served.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     is_cascading = config.enable_cascade_attention
@@ -156,14 +161,14 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
     shapes = step_shapes(_platform(), *sizes, is_sharing=rules is not None)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        temporary_bytes = _temporary_bytes(served, shapes, config.block_size, dtype)
+        temporary_bytes = _temporary_bytes(served, shapes, config.block_size, dtype, store)
         bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, dtype)
         most_useful = limits.max_num_seqs * blocks_per_row + 1
         share = config.gpu_memory_utilization
         num_blocks = memory.num_blocks_that_fit(bytes_per_block, temporary_bytes, share, most_useful)
     _fit(config, limits, num_blocks)
     layout = kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, dtype)
-    return ModelRunner(
+    runner = ModelRunner(
         served.graphdef,
         served.abstract_params,
         layout,
@@ -173,6 +178,8 @@ def _make_runner(config: EngineConfig, limits: SchedulerConfig, served: ServedMo
         vocab_size=served.vocab_size,
         sharing_rules=rules,
     )
+    runner.executables = store
+    return runner
 
 
 def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seqs: int) -> cascade.Rules | None:
@@ -186,7 +193,9 @@ def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seq
     return cascade.rules_for(geometry) if is_possible else None
 
 
-def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str) -> int:
+def _temporary_bytes(
+    served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str, store: ExecutableStore | None
+) -> int:
     """What the largest step takes beside params and cache, or its sampling, and the logits kept between steps.
 
     Asked of the compiler only where memory is bounded.
@@ -195,11 +204,11 @@ def _temporary_bytes(served: ServedModel, shapes: list[StepShape], block_size: i
         return 0
     shape = shapes[-1]
     cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    vocab_size = step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
+    vocab_size = served.vocab_size or step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
     model = step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
     buffers = [step.logits_buffer_of(num_rows, vocab_size) for num_rows in {s.num_rows for s in shapes}]
     kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
-    step_bytes = step.temporary_bytes(step.compile_traced(step.trace_forward(model, shape), shape.num_tokens))
+    step_bytes = step.temporary_bytes(compile_program(store, step_program(model, shape)))
     return kept_bytes + max(step_bytes, sampling_bytes(shape.num_rows, vocab_size))
 
 

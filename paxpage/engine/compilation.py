@@ -27,8 +27,21 @@ def use_persistent_cache(cache_dir: str | None) -> None:
     jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
 
 
+def programs_folder(cache_dir: str | None) -> pathlib.Path | None:
+    """Where executables.ExecutableStore keeps programs, after use_persistent_cache(cache_dir); None: nowhere.
+
+    Only in a folder that was chosen for paxpage: one that JAX was given by other means is JAX's alone, as who can write
+    to it, and what is kept in it, was decided elsewhere.
+    """
+    used = jax.config.jax_compilation_cache_dir
+    is_own = bool(used) and cache_dir != "" and used == (cache_dir or default_cache_dir())
+    is_on = jax.config.jax_enable_compilation_cache and "://" not in (used or "")
+    return pathlib.Path(used) / "programs" if is_own and is_on else None
+
+
 class CompilationCounter:
-    """Counts XLA compilations (loads from the persistent cache included) in this process from its creation on.
+    """Counts XLA compilations (loads from JAX's cache included, from executables.ExecutableStore not) in this process
+    from its creation on.
 
     after: nothing counts before this is done.
     """

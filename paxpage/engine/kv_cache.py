@@ -41,7 +41,8 @@ def allocate(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCa
 
 def abstract_cache(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCache:
     """The cache with jax.ShapeDtypeStruct in place of arrays, for compiling ahead."""
-    return jax.eval_shape(lambda: allocate(spec, num_blocks, block_size, dtype))
+    like = jax.ShapeDtypeStruct(cache_shape(spec, num_blocks, block_size), jnp.dtype(dtype))
+    return KVCache(like, like)
 
 
 def bytes_per_block(spec: KVSpec, block_size: int, dtype: str) -> int:

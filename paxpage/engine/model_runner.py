@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
+from paxpage.engine.executables import ExecutableStore, Program, compile_program, step_program
 from paxpage.engine.programs import Jobs, Programs
 from paxpage.engine.sharing import PrefixFinder
 from paxpage.models.registry import Params
@@ -156,6 +157,7 @@ class ModelRunner:
         self._leaves: list[jax.Array] = []  # of the params, as the step functions take them
         self._logits: dict[int, jax.Array] = {}  # the last logits by number of rows; each step writes over them
         self.cache: kv_cache.KVCache | None = None
+        self.executables: ExecutableStore | None = None  # where programs are kept on disk; to be set before warm_up()
         self._graphdef = graphdef
         self._abstract_params = abstract_params
         self._layout = layout
@@ -191,7 +193,7 @@ class ModelRunner:
         cache = kv_cache.abstract_cache(*self._layout)
         sizes = (self.max_rows, self.vocab_size)
         model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes)
-        return step.compile_traced(step.trace_forward(model, shape), shape.num_tokens)
+        return compile_program(self.executables, step_program(model, shape))
 
     @property
     def warmed_up(self) -> Future[None]:
@@ -218,7 +220,7 @@ class ModelRunner:
     def _usual_jobs(self) -> Jobs:
         """Steps, copies and samplers, the longest compilations first."""
         steps = {shape: functools.partial(self._compile, shape) for shape in reversed(self.shapes)}
-        copy = {COPY: functools.partial(step.compile_copy, kv_cache.abstract_cache(*self._layout))}
+        copy = {COPY: self._compile_copy}
         return {**steps, **copy, **self._sampler_jobs(has_logprobs=self._sampler_variants[0])}
 
     def _is_first(self, key: Any) -> bool:
@@ -265,14 +267,15 @@ class ModelRunner:
 
     def _compile_states(self, shape: StepShape) -> jax.stages.Compiled:
         packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
-        return compile_with(step.states_to_score, self._hidden_like(shape), packed)
+        return self._compile_with(STATES, step.states_to_score, self._hidden_like(shape), packed)
 
     def _compile_score(self, shape: StepShape) -> jax.stages.Compiled:
         like = self._hidden_like(shape)
         states = jax.ShapeDtypeStruct((step.SCORED_PER_CALL, like.shape[1]), like.dtype)
         packed = jax.ShapeDtypeStruct((1 + step.SCORED_PER_CALL,), jnp.int32)
-        score = functools.partial(step.score, graphdef=self._graphdef, num_top=min(self._max_logprobs, self.vocab_size))
-        return compile_with(score, self._abstract_params, states, packed)
+        num_top = min(self._max_logprobs, self.vocab_size)
+        score = functools.partial(step.score, graphdef=self._graphdef, num_top=num_top)
+        return self._compile_with(f"{SCORE} {num_top}", score, self._abstract_params, states, packed)
 
     def memory_analysis(self) -> dict[StepShape, Any]:
         """What the compiler says each compiled step takes, by shape."""
@@ -380,13 +383,23 @@ class ModelRunner:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         packed = jax.ShapeDtypeStruct((num_rows, batches.NUM_SAMPLING_INTS), jnp.int32)
         run = functools.partial(sample_padded, num_top=num_top, max_rows=self.max_rows)
-        return compile_with(run, logits, logits, packed)
+        return self._compile_with(f"sample {num_top} {self.max_rows}", run, logits, logits, packed)
 
     def _compile_adjust(self, num_rows: int) -> jax.stages.Compiled:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         packed = jax.ShapeDtypeStruct((batches.num_adjusting_ints(num_rows),), jnp.int32)
         previous = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)
-        return compile_with(sampler.adjust, logits, logits, packed, previous)
+        return self._compile_with(ADJUST, sampler.adjust, logits, logits, packed, previous)
+
+    def _compile_copy(self) -> jax.stages.Compiled:
+        cache = kv_cache.abstract_cache(*self._layout)
+        lower = functools.partial(step.lower_copy, cache)
+        program = Program(COPY, (cache, step.abstract_pairs()), lower, step.COMPILER_OPTIONS)
+        return compile_program(self.executables, program)
+
+    def _compile_with(self, name: str, function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
+        """name: with the shapes of likes, all that function depends on."""
+        return compile_program(self.executables, Program(name, likes, lambda: jax.jit(function).lower(*likes), {}))
 
     def _compile_mask(self, num_rows: int) -> jax.stages.Compiled:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
@@ -400,8 +413,3 @@ def sample_padded(
     """sampler.sample, its token_ids padded to the one length that every step takes them in."""
     tokens = sampler.sample(logits, adjusted, packed, num_top=num_top)
     return tokens._replace(token_ids=step.pad_rows(tokens.token_ids, max_rows))
-
-
-def compile_with(function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
-    """function, compiled for arguments like these jax.ShapeDtypeStructs."""
-    return jax.jit(function).lower(*likes).compile()

@@ -43,6 +43,7 @@ class ServedModel(NamedTuple):
     vocab_size: int | None  # None: to be found by tracing the model
     num_heads: int | None  # of queries; None: not known
     load: Callable[[], Loaded]
+    config: ModelConfig | None = None  # None: a module of the user's own
 
 
 def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
@@ -82,7 +83,7 @@ def _from_config(
     module = registry.abstract_model(config, dtype)
     graphdef, abstract_params = registry.split(module)
     sizes = (config.max_position_embeddings, config.vocab_size, config.num_heads)
-    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, load)
+    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, load, config)
 
 
 def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:

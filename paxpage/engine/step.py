@@ -194,16 +194,21 @@ def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
     logits of a small step come out where the last ones of this shape were: on a GPU a step is one CUDA graph, and every
     address that differs from the last run's is patched into each kernel that uses it, by the host.
     """
-    leaves, tree = jax.tree.flatten(model.params)
+    tree = jax.tree.structure(model.params)
     forward_with = functools.partial(forward, graphdef=model.graphdef, shape=shape, backend=model.backend)
 
     def forward_flat(leaves: list[Array], *rest: Any) -> tuple[StepOutput, KVCache]:
         return forward_with(jax.tree.unflatten(tree, leaves), *rest)
 
+    jitted = jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
+    return jitted.trace(*abstract_arguments(model, shape))
+
+
+def abstract_arguments(model: StepModel, shape: StepShape) -> tuple[Any, ...]:
+    """Shapes and dtypes of what a compiled step is called with."""
     previous = jax.ShapeDtypeStruct((model.max_rows,), jnp.int32)
     logits = logits_buffer_of(shape.num_rows, model.vocab_size)
-    jitted = jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
-    return jitted.trace(leaves, model.cache, abstract_inputs(shape), previous, logits)
+    return jax.tree.leaves(model.params), model.cache, abstract_inputs(shape), previous, logits
 
 
 def logits_buffer_of(num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:
@@ -243,10 +248,14 @@ def copy_blocks(cache: KVCache, pairs: Int[Array, "2 num_copies"]) -> KVCache:
     return KVCache(*(array.at[:, targets].set(array[:, sources]) for array in cache))
 
 
-def compile_copy(cache: KVCache) -> jax.stages.Compiled:
-    """Compiles copy_blocks for COPIES_PER_CALL copies; cache is abstract, and donated."""
-    pairs = jax.ShapeDtypeStruct((2, COPIES_PER_CALL), jnp.int32)
-    return jax.jit(copy_blocks, donate_argnums=0).lower(cache, pairs).compile(compiler_options=COMPILER_OPTIONS)
+def abstract_pairs() -> jax.ShapeDtypeStruct:
+    """The shape of copy_blocks' pairs, COPIES_PER_CALL of them, for compiling ahead."""
+    return jax.ShapeDtypeStruct((2, COPIES_PER_CALL), jnp.int32)
+
+
+def lower_copy(cache: KVCache) -> jax.stages.Lowered:
+    """Lowers copy_blocks for COPIES_PER_CALL copies; cache is abstract, and donated."""
+    return jax.jit(copy_blocks, donate_argnums=0).lower(cache, abstract_pairs())
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:

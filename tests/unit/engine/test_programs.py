@@ -20,7 +20,7 @@ from paxpage.engine.batch import NUM_SAMPLING_INTS, StepShape, num_adjusting_int
 from paxpage.engine.build import sampling_bytes
 from paxpage.engine.compilation import CompilationCounter
 from paxpage.engine.engine import EngineDeadError
-from paxpage.engine.model_runner import ModelRunner, compile_with, sampled_shapes, step_shapes
+from paxpage.engine.model_runner import ModelRunner, sampled_shapes, step_shapes
 from paxpage.engine.programs import Programs
 from paxpage.engine.step import temporary_bytes
 from tests.helpers.engines import assert_idle, ids, tokens
@@ -272,8 +272,8 @@ def test_memory_for_sampling_covers_what_the_compiler_says() -> None:
     previous = jax.ShapeDtypeStruct((32,), jnp.int32)
     sample = functools.partial(sampler.sample, num_top=20)
     for compiled in (
-        compile_with(sample, logits, logits, packed),
-        compile_with(sampler.adjust, logits, logits, changes, previous),
+        jax.jit(sample).lower(logits, logits, packed).compile(),
+        jax.jit(sampler.adjust).lower(logits, logits, changes, previous).compile(),
     ):
         assert 2 * 32 * 4096 * 4 + temporary_bytes(compiled) <= sampling_bytes(32, 4096)
     assert sampling_bytes(1, 4096) == sampling_bytes(32, 4096)  # so many prompt tokens are scored at a time
