@@ -1,6 +1,6 @@
 """The paged cache of keys and values as a pytree, and the arithmetic of its size."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def allocate(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCa
 
 def abstract_cache(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCache:
     """The cache with jax.ShapeDtypeStruct in place of arrays, for compiling ahead."""
-    like = jax.ShapeDtypeStruct(cache_shape(spec, num_blocks, block_size), jnp.dtype(dtype))
+    like: Any = jax.ShapeDtypeStruct(cache_shape(spec, num_blocks, block_size), jnp.dtype(dtype))
     return KVCache(like, like)
 
 

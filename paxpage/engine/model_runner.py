@@ -404,7 +404,7 @@ class ModelRunner:
     def _compile_mask(self, num_rows: int) -> jax.stages.Compiled:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)
         masks = jax.ShapeDtypeStruct((num_rows, batches.num_mask_words(self.vocab_size)), jnp.uint32)
-        return compile_with(sampler.mask, logits, masks)
+        return self._compile_with(MASK, sampler.mask, logits, masks)
 
 
 def sample_padded(
