@@ -41,8 +41,8 @@ def allocate(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCa
 
 def abstract_cache(spec: KVSpec, num_blocks: int, block_size: int, dtype: str) -> KVCache:
     """The cache with jax.ShapeDtypeStruct in place of arrays, for compiling ahead."""
-    like = jax.ShapeDtypeStruct(cache_shape(spec, num_blocks, block_size), jnp.dtype(dtype))
-    return KVCache(like, like)
+    shape = cache_shape(spec, num_blocks, block_size)
+    return KVCache._make(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _ in range(2))
 
 
 def bytes_per_block(spec: KVSpec, block_size: int, dtype: str) -> int:
