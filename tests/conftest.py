@@ -42,6 +42,10 @@ def isolate_caches(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # With a limit JAX takes a lock for each entry: test runs side by side never read one that is half written.
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(CACHE_BYTES)
+    if "jax" in sys.modules:  # the conftest of a folder named on the command line imported it: the variables come late
+        sys.modules["jax"].config.update("jax_compilation_cache_dir", str(folder))
+        sys.modules["jax"].config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        sys.modules["jax"].config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
 
 

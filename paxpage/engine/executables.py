@@ -51,8 +51,10 @@ OTHER_OPTIONS = ("jax_compilation_cache_", "jax_persistent_cache_")
 # when it is loaded and run). So JAX's cache must miss: its key holds this option, which changes nothing but a debug
 # printout, and whose value is new every time.
 SALT_OPTION = "xla_debug_buffer_assignment_show_max"
-NODES: dict[str, Callable[..., Any]] = {node.__name__: node._make for node in (step.StepOutput, KVCache, SampledTokens)}
-NODES["tuple"] = tuple
+NODES: dict[str, Callable[..., Any]] = {
+    "tuple": tuple,
+    **{node.__name__: node._make for node in (step.StepOutput, KVCache, SampledTokens)},
+}
 
 _IMPORTED_NS = time.time_ns()
 

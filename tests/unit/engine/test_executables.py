@@ -105,10 +105,13 @@ def test_a_second_start_compiles_and_lowers_nothing(
 
 
 @pytest.mark.usefixtures("cache_options")
-def test_no_cache_folder_means_no_programs_on_disk(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache_folder_means_no_programs_on_disk(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     opened: list[Path] = []
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     monkeypatch.setattr("paxpage.engine.build.open_store", lambda folder, *_: opened.append(folder))
-    for folder in ("", None):  # None: the tests' own, which JAX was given
+    for folder in ("", None):  # None: JAX was given one
         with LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir=folder, show_progress=False):
             assert opened == []
 
