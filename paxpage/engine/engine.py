@@ -17,6 +17,7 @@ from paxpage.engine.accounting import IdleMeter, SlotAccount
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
+from paxpage.engine.memory import is_out_of_memory
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
 from paxpage.engine.params_check import ParamLimits, check_params, with_bad_word_ids
 from paxpage.engine.prefix_cache import PrefixCache, block_digests, root_digest
@@ -419,7 +420,8 @@ class Engine:
         self._num_failed_steps += 1
         if self._is_recovering:
             raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
-        logger.exception("a step failed; %d running requests are computed again", len(self.scheduler.running))
+        why = ": out of memory" if is_out_of_memory(error) else ""
+        logger.exception("a step failed%s; %d running requests are computed again", why, len(self.scheduler.running))
         self._is_recovering = True
         self._in_flight.clear()
         self.scheduler.preempt_all()

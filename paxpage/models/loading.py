@@ -185,6 +185,10 @@ def _open_hf(name: str, path: Path, options: LoadOptions) -> ModelSource:
 def _check_shapes(source: ModelSource, kind: str) -> None:
     if source.options.load_format == "dummy":
         return
+    if source.checkpoint is not None:
+        num_layers, most = source.config.num_layers, len(source.checkpoint.tensors)
+        # First: a damaged number would have billions of layers built only to find that they are missing.
+        require(num_layers <= most, f"number of layers of {source.path}", num_layers, f"its number of tensors, {most}")
     abstract = abstract_params(source.config, source.dtype)
     if source.checkpoint is not None:
         check_tensors(source.config, abstract, source.checkpoint.tensors)
