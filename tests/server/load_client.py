@@ -1,8 +1,8 @@
-"""Many streams at once, from a process of its own: python -m tests.server.load_client PORT < bodies.json > streams.json.
+"""Many streams at once, from a process of its own: python -m tests.server.load_client PORT < bodies > streams.
 
-bodies.json: a list of bodies for /v1/completions. All connections are made first, then the requests are sent, a thousand
-in a second. streams.json: for each, {"head": the status line, "text": the whole body, "begin_s", "end_s": when its first and
-last byte came, "max_gap_s": its longest wait for the next byte after the first}; times on one clock.
+bodies: a JSON list of bodies for /v1/completions. All connections are made first, then the requests are sent, a
+thousand in a second. streams: of each, {"head": the status line, "text": the whole body, "begin_s", "end_s": when its
+first and last byte came}, on one clock.
 """
 
 import asyncio
@@ -32,13 +32,11 @@ async def read(connection: Connection) -> dict[str, Any]:
         times_s.append(time.monotonic())
     connection[1].close()
     head, _, content = b"".join(pieces).partition(b"\r\n\r\n")
-    gaps_s = [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
     return {
         "head": head.partition(b"\r\n")[0].decode(),
         "text": unchunked(content).decode(),
         "begin_s": times_s[0] if times_s else 0.0,
         "end_s": times_s[-1] if times_s else 0.0,
-        "max_gap_s": max(gaps_s, default=0.0),
     }
 
 

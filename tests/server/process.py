@@ -153,7 +153,7 @@ class AbandonedRequest:
         num_bytes: int | None = None,
         receive_bytes: int | None = None,
     ):
-        """num_bytes: of the request that are sent; all if None. receive_bytes: of the answer that the kernel may keep."""
+        """num_bytes: of the request that are sent, all if None. receive_bytes: of the answer that the kernel keeps."""
         self.socket = socket.socket()
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

@@ -1,4 +1,4 @@
-"""A real server under load: a thousand streams at once, a full queue, a crowd that leaves, a client that never reads."""
+"""A real server under load: a thousand streams, a full queue, a crowd that leaves, a client that never reads."""
 
 import json
 import random

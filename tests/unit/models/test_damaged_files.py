@@ -55,7 +55,7 @@ def check_damaged(path: Path, whole: bytes, damage: Damage) -> bool:
     try:
         load_model(str(path if path.suffix == ".gguf" else path.parent), QUIET)
     except ValueError as error:
-        assert path.name in str(error) or path.parent.name in str(error), error
+        assert str(path if path.suffix == ".gguf" else path.parent) in str(error), error
         return True
     finally:
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -64,12 +64,12 @@ def check_damaged(path: Path, whole: bytes, damage: Damage) -> bool:
     return False
 
 
-def run_fuzz(path: Path, places: list[int], num_header_bytes: int) -> None:
+def run_fuzz(path: Path, places: list[int], num_header_bytes: int, num_examples: int = 100) -> None:
     """Hypothesis over check_damaged; most damage must be seen."""
     whole = path.read_bytes()
     seen: list[bool] = []
 
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(damage=damages(num_header_bytes, places))
     def fuzz(damage: Damage) -> None:
         seen.append(check_damaged(path, whole, damage))
@@ -91,7 +91,7 @@ def test_gguf(saved: Saver, tmp_path: Path) -> None:
     metadata: dict[str, Any] = {"tokenizer.ggml.tokens": ["a", "b"], "n": [1, 2, 3]}
     path = write_gguf(tmp_path / "damaged.gguf", tensors, metadata=metadata)
     whole = path.read_bytes()
-    run_fuzz(path, value_places(whole), num_header_bytes=whole.index(b"output_norm") + 40)
+    run_fuzz(path, value_places(whole), num_header_bytes=whole.index(b"output_norm") + 40, num_examples=60)
 
 
 @pytest.fixture
@@ -116,5 +116,5 @@ def test_config(folder: Path) -> None:
 def test_sizes_of_a_config(folder: Path, field: str, number: int) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), field: number}))
-    with pytest.raises(ValueError, match=r"damaged|layers|heads|size|head_dim"):
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
         open_model(str(folder), QUIET)
