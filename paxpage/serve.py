@@ -169,7 +169,7 @@ def run(options: ServeOptions) -> int:
 
 def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
     """Everything that needs JAX, which is imported here because it reads the environment."""
-    from paxpage.engine.memory import is_out_of_memory
+    from paxpage.engine.engine import is_out_of_memory
     from paxpage.server import launch
 
     try:

@@ -17,7 +17,6 @@ from paxpage.engine.accounting import IdleMeter, SlotAccount
 from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
-from paxpage.engine.memory import is_out_of_memory
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
 from paxpage.engine.params_check import ParamLimits, check_params, with_bad_word_ids
 from paxpage.engine.prefix_cache import PrefixCache, block_digests, root_digest
@@ -535,6 +534,11 @@ def describe_on_host(logits: np.ndarray, token_id: int, num_top: int) -> tuple[n
     order = np.argsort(-logprobs, kind="stable")[:num_top]
     rank = 1 + int((logprobs > logprobs[token_id]).sum())
     return logprobs[[token_id]], np.array([rank]), order[None], logprobs[order][None]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a program, or an allocation, failed for want of device memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _prompt_content(prompt: Prompt) -> str | TokenIds:

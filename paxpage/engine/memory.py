@@ -6,11 +6,6 @@ CPU_CACHE_BYTES = 1 << 29  # the cache's budget on a CPU, whose memory belongs t
 MIB = 1 << 20
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a program, or an allocation, failed for want of device memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
 def num_blocks_that_fit(bytes_per_block: int, temporary_bytes: int, utilization: float, most_useful: int) -> int:
     """Blocks (the null block included) for the default device.
 
