@@ -6,6 +6,7 @@ import json
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_SIZE = 2**31 - 1  # of any of a model's; a damaged file may say more
 SUPPORTED_HEAD_DIMS = tuple(range(8, 257, 8))
 
 
@@ -57,7 +58,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            require_int(field, getattr(self, field), 1)
+            require_int(field, getattr(self, field), 1, MAX_SIZE)
         is_grouped = self.num_heads % self.num_kv_heads == 0
         require(is_grouped, "num_heads", self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
         require(self.head_dim in SUPPORTED_HEAD_DIMS, "head_dim", self.head_dim, "multiples of 8 from 8 to 256")
@@ -127,7 +128,7 @@ class EngineConfig:
         require(is_share, "gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
         for field in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, field) is not None:
-                require_int(field, getattr(self, field), 1)
+                require_int(field, getattr(self, field), 1, MAX_SIZE)
         if self.num_blocks is not None:
             require_int("num_blocks", self.num_blocks, 2)
         require_int("max_logprobs", self.max_logprobs, -1, 100)

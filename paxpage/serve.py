@@ -13,7 +13,7 @@ from absl import flags
 from paxpage import command_line
 from paxpage.command_line import Flag
 from paxpage.config import EngineConfig, require
-from paxpage.server.listen import bind
+from paxpage.server.listen import allow_many_connections, bind
 from paxpage.server.logs import set_up_logging
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from paxpage.server.signals import SignalWatcher, end_process
@@ -21,6 +21,7 @@ from paxpage.server.signals import SignalWatcher, end_process
 PROGRAM = "paxpage.serve"
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
+MORE_MEMORY = "Lower --num_blocks, --gpu_memory_utilization, --max_num_seqs or --max_model_len, or take a smaller model"
 
 
 FLAGS_BY_GROUP = {
@@ -74,7 +75,7 @@ HELP_END = (
     "  HF_HOME, HF_HUB_OFFLINE          where models of the hub are kept; 1: fetch none",
     "",
     "exit codes:",
-    "  0 ended by a signal, after the requests that ran   1 the address is taken, or the engine died",
+    "  0 ended by a signal, after the requests that ran   1 the address is taken, memory is short, or the engine died",
     "  2 a flag, the config file or the model is refused  130, 143 a signal before it was ready, or a second one",
 )
 
@@ -157,6 +158,7 @@ def run(options: ServeOptions) -> int:
     signals.start()
     set_up_logging(options.log_format)
     prepare_environment()
+    allow_many_connections()
     try:
         bound = bind(options.host, options.port)
     except OSError as error:
@@ -167,6 +169,7 @@ def run(options: ServeOptions) -> int:
 
 def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
     """Everything that needs JAX, which is imported here because it reads the environment."""
+    from paxpage.engine.engine import is_out_of_memory
     from paxpage.server import launch
 
     try:
@@ -177,6 +180,10 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         if error.errno != errno.EADDRINUSE:
             raise
         return complain(address_problem(options, error), EXIT_FAILED)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return complain(f"{error} {MORE_MEMORY}", EXIT_FAILED)
 
 
 def address_problem(options: ServeOptions, error: OSError) -> str:

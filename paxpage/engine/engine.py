@@ -441,7 +441,8 @@ class Engine:
         self._num_failed_steps += 1
         if self._is_recovering:
             raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
-        logger.exception("a step failed; %d running requests are computed again", len(self.scheduler.running))
+        why = ": out of memory" if is_out_of_memory(error) else ""
+        logger.exception("a step failed%s; %d running requests are computed again", why, len(self.scheduler.running))
         self._is_recovering = True
         self._in_flight.clear()
         self.scheduler.preempt_all()
@@ -558,6 +559,11 @@ def describe_on_host(logits: np.ndarray, token_id: int, num_top: int) -> tuple[n
     order = np.argsort(-logprobs, kind="stable")[:num_top]
     rank = 1 + int((logprobs > logprobs[token_id]).sum())
     return logprobs[[token_id]], np.array([rank]), order[None], logprobs[order][None]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a program, or an allocation, failed for want of device memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _prompt_content(prompt: Prompt) -> str | TokenIds:

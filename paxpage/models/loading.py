@@ -4,7 +4,9 @@ open_model reads headers only, and says all that is wrong with a checkpoint befo
 load_params and load_tokenizer then do the work, in any order or side by side. load_model is the three together.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +105,21 @@ def open_model(model: str, options: LoadOptions | None = None) -> ModelSource:
         options.load_format in ("auto", "dummy", kind), "load_format", options.load_format, f"auto, dummy or {kind}"
     )
     name = model if hub.is_repository(model) and not Path(model).exists() else path.resolve().name.removesuffix(".gguf")
-    opened = {"gguf": _open_gguf, "orbax": _open_orbax, "safetensors": _open_hf}[kind](name, path, options)
-    _check_shapes(opened, kind)
+    with _naming(path):
+        opened = {"gguf": _open_gguf, "orbax": _open_orbax, "safetensors": _open_hf}[kind](name, path, options)
+        _check_shapes(opened, kind)
     return opened
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Begins a ValueError's message with the model's path, unless that is in it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_params(source: ModelSource) -> Params:
@@ -185,6 +199,10 @@ def _open_hf(name: str, path: Path, options: LoadOptions) -> ModelSource:
 def _check_shapes(source: ModelSource, kind: str) -> None:
     if source.options.load_format == "dummy":
         return
+    if source.checkpoint is not None:
+        num_layers, most = source.config.num_layers, len(source.checkpoint.tensors)
+        # First: a damaged number would have billions of layers built only to find that they are missing.
+        require(num_layers <= most, f"number of layers of {source.path}", num_layers, f"its number of tensors, {most}")
     abstract = abstract_params(source.config, source.dtype)
     if source.checkpoint is not None:
         check_tensors(source.config, abstract, source.checkpoint.tensors)

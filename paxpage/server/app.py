@@ -1,5 +1,6 @@
 """The application: routes, errors in OpenAI's shape, the API key."""
 
+import asyncio
 import functools
 import hmac
 import logging
@@ -22,10 +23,12 @@ from paxpage.server.debug import explain_cache
 from paxpage.server.errors import ApiError, error_response
 from paxpage.server.generation import REQUEST_ID_HEADER, ServerContext
 from paxpage.server.http import JSON_TYPE, ClientLeftError
+from paxpage.server.loop_care import collect_garbage, watch_loop_lag
 from paxpage.server.openapi import describe_api
 from paxpage.server.protocol import MAX_REQUEST_ID_LENGTH
 from paxpage.server.responses import ModelCard, ModelList
 from paxpage.server.tokens import detokenize, tokenize
+from paxpage.server.turns import Turns
 
 LOGGER = logging.getLogger(__name__)
 ENGINE_STOP_TIMEOUT_S = 2.0
@@ -56,13 +59,22 @@ def create_app(context: ServerContext, *, api_key: str | None = None) -> FastAPI
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
     app.add_middleware(RequestIds)
+    app.add_middleware(TakesTurns, turns=context.async_engine.turns)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(context: ServerContext, app: FastAPI) -> AsyncIterator[None]:
     context.async_engine.start()
+    engine = context.async_engine
+    tasks = [
+        asyncio.create_task(watch_loop_lag(engine.metrics.event_loop_lag.observe)),
+        asyncio.create_task(collect_garbage(lambda: not engine.has_open_streams)),
+    ]
     yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     if not await context.async_engine.stop(ENGINE_STOP_TIMEOUT_S):
         LOGGER.warning("the engine is still in a step after %s s; leaving it", ENGINE_STOP_TIMEOUT_S)
 
@@ -143,6 +155,19 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "a fault of the server; its log has the details"))
+
+
+class TakesTurns:
+    """Requests that come at once begin one after another, some in each turn of the event loop."""
+
+    def __init__(self, app: ASGIApp, turns: Turns):
+        self._app = app
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on when it is the request's turn."""
+        await self._turns.take()
+        await self._app(scope, receive, send)
 
 
 class RequestIds:

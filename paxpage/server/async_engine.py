@@ -18,6 +18,7 @@ from paxpage.engine.sampling_params import SamplingParams
 from paxpage.outputs import CompletionDelta
 from paxpage.server.errors import ApiError
 from paxpage.server.metrics import Metrics, StepStats
+from paxpage.server.turns import Turns
 
 LOGGER = logging.getLogger(__name__)
 NUM_PREPARE_THREADS = 2  # one very long text does not hold up the others
@@ -123,9 +124,10 @@ Command = Submit | Abort | Call | Fail | Stop
 class OutputStream:
     """What the engine says about one HTTP request's prompts. Belongs to the event loop."""
 
-    def __init__(self, request_ids: Sequence[str]):
+    def __init__(self, request_ids: Sequence[str], turns: Turns | None = None):
         self.request_ids = tuple(request_ids)
         self.unfinished = set(request_ids)
+        self._turns = turns or Turns()
         self._events: list[StreamEvent] = []
         self._has_events = asyncio.Event()
 
@@ -144,6 +146,7 @@ class OutputStream:
     async def next_events(self) -> list[StreamEvent]:
         """Waits for events and takes all there are, so a slow reader finds them together."""
         await self._has_events.wait()
+        await self._turns.take()
         self._has_events.clear()
         events, self._events = self._events, []
         return events
@@ -286,6 +289,7 @@ class AsyncEngine:
     ):
         self.metrics = metrics
         self.is_dead = False
+        self.turns = Turns()
         self._engine = engine
         self._max_num_seqs = max_num_seqs
         self._max_num_queued_reqs = max_num_queued_reqs
@@ -294,6 +298,11 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}
         self._thread = EngineThread(engine, metrics, self._post_events, self._post_death)
         self._workers = concurrent.futures.ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
+
+    @property
+    def has_open_streams(self) -> bool:
+        """Whether a client waits for anything."""
+        return bool(self._streams)
 
     def start(self) -> None:
         """Starts the engine thread; to be called on the event loop."""
@@ -320,7 +329,7 @@ class AsyncEngine:
         """
         self._require_alive()
         self._require_room(len(prepared))
-        stream = OutputStream([item.request_id for item in prepared])
+        stream = OutputStream([item.request_id for item in prepared], self.turns)
         self._require_new(stream.request_ids)
         for item in prepared:
             self._streams[item.request_id] = stream

@@ -23,6 +23,7 @@ TTFT_BUCKETS_S = (
 )
 INTER_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 LATENCY_BUCKETS_S = (*(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),)
+LOOP_LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 STEP_TOKENS_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
 
@@ -73,7 +74,7 @@ class RequestProgress:
 
 
 class Metrics:
-    """All metrics of one server. Everything but count_rejection belongs to the engine thread.
+    """All metrics of one server. Everything but count_rejection and event_loop_lag belongs to the engine thread.
 
     count_compilations: XLA compilations since the warm-up.
     """
@@ -113,6 +114,7 @@ class Metrics:
         self.prompt_lengths = Histogram(token_buckets)
         self.generation_lengths = Histogram(token_buckets)
         self.iteration_tokens = Histogram(STEP_TOKENS_BUCKETS)
+        self.event_loop_lag = Histogram(LOOP_LAG_BUCKETS_S)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -251,6 +253,7 @@ class _ServerCollector(Collector):
             ("request_prompt_tokens", "Prompt tokens of a request.", m.prompt_lengths),
             ("request_generation_tokens", "Tokens generated for a sample.", m.generation_lengths),
             ("iteration_tokens_total", "Tokens of a step.", m.iteration_tokens),
+            ("event_loop_lag_seconds", "How late the server's event loop was, 50 times a second.", m.event_loop_lag),
         ):
             family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([m.model_name], histogram.cumulative(), sum_value=histogram.total)

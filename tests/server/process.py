@@ -41,9 +41,13 @@ class ServerProcess:
     """`python -m paxpage.serve` (or another command) on a free port, with its output in a file."""
 
     def __init__(
-        self, *flags: str, command: Sequence[str] = ("-m", "paxpage.serve"), env: dict[str, str] | None = None
+        self,
+        *flags: str,
+        command: Sequence[str] = ("-m", "paxpage.serve"),
+        env: dict[str, str] | None = None,
+        port: int | None = None,
     ):
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
@@ -95,7 +99,7 @@ class ServerProcess:
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self.client.get("/metrics").text):
             for sample in family.samples:
-                if sample.name.startswith("paxpage:") and not sample.name.endswith("_bucket"):
+                if sample.name.startswith(("paxpage:", "process_open_fds")) and not sample.name.endswith("_bucket"):
                     name = sample.name.removeprefix("paxpage:")
                     values[name] = values.get(name, 0.0) + sample.value
         return values
@@ -140,15 +144,27 @@ class ServerProcess:
 class AbandonedRequest:
     """A request on a bare socket, to be left at any moment."""
 
-    def __init__(self, server: ServerProcess, path: str, body: bytes):
-        self.socket = socket.create_connection(("127.0.0.1", server.port))
+    def __init__(
+        self,
+        server: ServerProcess,
+        path: str,
+        body: bytes,
+        *,
+        num_bytes: int | None = None,
+        receive_bytes: int | None = None,
+    ):
+        """num_bytes: of the request that are sent, all if None. receive_bytes: of the answer that the kernel keeps."""
+        self.socket = socket.socket()
+        if receive_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.connect(("127.0.0.1", server.port))
         lines = (
             f"POST /v1/{path} HTTP/1.1",
             "Host: x",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
         )
-        self.socket.sendall("\r\n".join((*lines, "", "")).encode() + body)
+        self.socket.sendall(("\r\n".join((*lines, "", "")).encode() + body)[:num_bytes])
 
     def read_until(self, text: bytes) -> bytes:
         """Reads until text has come."""

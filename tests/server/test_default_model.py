@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -49,6 +50,35 @@ def test_no_bos_is_added(smol: ServerProcess) -> None:
     refused = smol.post("completions", {"prompt": ""})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     assert smol.post("completions", {"prompt": [49152]}).status_code == 400
+
+
+def test_a_chat_is_its_template_and_nothing_else(smol: ServerProcess, tokenizer: Any) -> None:
+    rendered = tokenizer.apply_chat_template(PARIS, tokenize=False, add_generation_prompt=True)
+    body = {"messages": PARIS, "max_tokens": 1, "return_token_ids": True}
+    chat_ids = smol.post("chat/completions", body).json()["prompt_token_ids"]
+    assert chat_ids == smol.complete(rendered, max_tokens=1)["choices"][0]["prompt_token_ids"]
+    assert chat_ids == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+# Case 23: ids at the edge of a large vocabulary, beside a running stream; the rest of the case is in test_requests.py
+
+
+def test_biases_at_the_edge_of_the_vocabulary(smol: ServerProcess) -> None:
+    alone = smol.complete("The blue kettle", max_tokens=60)["choices"][0]["token_ids"]
+    running = {"prompt": "The blue kettle", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    stream = smol.stream("completions", {**running, "return_token_ids": True})
+    received = next(stream)["choices"][0]["token_ids"]
+    body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    for bias, status in (({"49151": -100}, 200), ({"49152": -100}, 400), ({str(i): -1 for i in range(2000)}, 200)):
+        response = httpx.post(f"{smol.url}/v1/completions", json={**body, "logit_bias": bias}, timeout=60)
+        assert response.status_code == status, response.text
+        assert status == 200 or (response.json()["error"]["param"], "49152" in response.text) == ("logit_bias", True)
+    forced = httpx.post(f"{smol.url}/v1/completions", json={**body, "logit_bias": {"260": 100}}, timeout=60)
+    assert forced.json()["choices"][0]["token_ids"] == [260] * 4
+    for chunk in stream:
+        received += [] if chunk == "[DONE]" else chunk["choices"][0]["token_ids"]
+    assert received == alone
+    smol.check_alive()
 
 
 def test_a_stop_string_over_token_borders(smol: ServerProcess) -> None:

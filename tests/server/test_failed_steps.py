@@ -10,15 +10,18 @@ import pytest
 from tests.server.conftest import SMALL
 from tests.server.process import ServerProcess, wait_until
 
-COMMAND = ("-m", "tests.server.failing_server", "5", "50")
+COMMAND = ("-m", "tests.server.failing_server")
 BODY = {"prompt": [60, 61, 62], "max_tokens": 200, "ignore_eos": True}
 
 
-def test_failing_steps(tiny_dir: Path) -> None:
-    with ServerProcess(f"--model={tiny_dir}", *SMALL, command=COMMAND) as server:
+@pytest.mark.parametrize(("how", "flag"), [("launch", "--noasync_scheduling"), ("fetch", "--async_scheduling")])
+def test_failing_steps(tiny_dir: Path, how: str, flag: str) -> None:
+    """A step that cannot be launched; and one that runs out of the device's memory while the next is in flight."""
+    command = (*COMMAND, how, "5", "50")
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, flag, command=command) as server:
         server.wait_ready()
         first = server.complete([60, 61, 62], max_tokens=16)["choices"][0]["token_ids"]
-        assert "injected" in server.log()
+        assert "injected" in server.log() and ("failed: out of memory;" in server.log()) == (how == "fetch")
         assert server.complete([60, 61, 62], max_tokens=16)["choices"][0]["token_ids"] == first
         server.wait_idle()
         check_death(server)

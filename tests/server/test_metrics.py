@@ -13,7 +13,7 @@ API_NAMES = {
     *("request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
-    *("request_generation_tokens", "iteration_tokens_total"),
+    *("request_generation_tokens", "iteration_tokens_total", "event_loop_lag_seconds"),
 }
 
 

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from paxpage import LLM, SamplingParams
 from tests.server.process import ServerProcess
 from tests.server.tiny import MAX_MODEL_LEN, VOCAB_SIZE, make_tokenizer
 
@@ -124,6 +125,23 @@ def test_chat_ids_are_the_templates_with_one_bos(tiny: ServerProcess, tokenizer:
     assert plain["prompt_token_ids"] == tokenizer.encode("Hi") and plain["prompt_token_ids"][0] == 0
     untouched = tiny.post("completions", {**body, "prompt": [0, 0, 90]}).json()["choices"][0]
     assert untouched["prompt_token_ids"] == [0, 0, 90]
+
+
+def test_offline_and_online_agree_on_the_prompt(tiny: ServerProcess, tiny_dir: Path, tokenizer: Any) -> None:
+    """A message, its rendered text and its ids, asked of the server and of an LLM: one BOS, by one rule."""
+    rendered = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(HELLO, tokenize=True, return_dict=False, add_generation_prompt=True)
+    prompts = {rendered: expected, "Hi": tokenizer.encode("Hi")}
+    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    chat = tiny.post("chat/completions", {**body, "messages": HELLO}).json()
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(str(tiny_dir), max_num_seqs=4, max_num_batched_tokens=48, max_model_len=256, show_progress=False) as llm:
+        outputs = [*llm.chat(HELLO, params, use_tqdm=False), *llm.generate(list(prompts), params, use_tqdm=False)]
+        outputs += llm.generate([{"prompt_token_ids": [0, 0, 90]}], params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [expected, *prompts.values(), [0, 0, 90]]
+    online = [chat["choices"][0]["token_ids"]]
+    online += [tiny.complete(prompt, max_tokens=8)["choices"][0]["token_ids"] for prompt in (*prompts, [0, 0, 90])]
+    assert [output.outputs[0].token_ids for output in outputs] == online
 
 
 def test_forms_of_a_conversation(tiny: ServerProcess, tokenizer: Any) -> None:
@@ -518,7 +536,14 @@ def test_request_ids_come_back(tiny: ServerProcess) -> None:
 
 # Case 27: malformed input
 
-BAD_BODIES = [b"{", b"", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 50_000]
+BAD_BODIES = [
+    *(b"{", b"", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 50_000),
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    *(
+        b'{"prompt": "x", "max_tokens": 1e400}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}',
+    ),
+]
 BAD_FIELDS = [
     *({"max_tokens": value} for value in ("5", -1, 0, 1.5, True)),
     *({"stream": value} for value in ("yes", 1)),

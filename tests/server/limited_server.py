@@ -1,0 +1,24 @@
+"""Runs the server with less of something: python -m tests.server.limited_server NUM_FILES FILE_BYTES UNREAD_S [flags].
+
+NUM_FILES: that it may open, until it asks for more. FILE_BYTES: no file gets longer; a write beyond is an OSError, as
+on a full disk; -1: no such limit. UNREAD_S: so long a client may take nothing.
+"""
+
+import resource
+import sys
+
+from paxpage import serve
+from paxpage.server import listen
+from paxpage.server.signals import end_process
+
+
+def limit(kind: int, number: int) -> None:
+    """Sets a soft limit."""
+    resource.setrlimit(kind, (number, resource.getrlimit(kind)[1]))
+
+
+if __name__ == "__main__":
+    limit(resource.RLIMIT_NOFILE, int(sys.argv[1]))
+    limit(resource.RLIMIT_FSIZE, int(sys.argv[2]))
+    listen.UNREAD_LIMIT_S = float(sys.argv[3])
+    end_process(serve.main([sys.argv[0], *sys.argv[4:]]))
