@@ -3,6 +3,8 @@
 #
 #   ./scripts/test.sh [arguments of pytest]
 #
+# Without arguments the tests run in two processes, a file's in one of them; PAXPAGE_TEST_PROCESSES changes how many.
+#
 # Needs Python 3.12 or newer and nothing else; makes .venv at the first run. PAXPAGE_TEST_GPU=1 adds the tests that need
 # a GPU (with PAXPAGE_EXTRAS=cuda13).
 set -euo pipefail
@@ -17,5 +19,8 @@ if [ $# -eq 0 ]; then
   "$venv_python" -m ruff format --check .
   "$venv_python" -m ruff check .
   "$venv_python" -m mypy
+fi
+if [ $# -eq 0 ]; then
+  set -- -n "${PAXPAGE_TEST_PROCESSES:-2}" --dist loadfile
 fi
 exec "$venv_python" -m pytest "$@"
