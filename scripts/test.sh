@@ -19,8 +19,6 @@ if [ $# -eq 0 ]; then
   "$venv_python" -m ruff format --check .
   "$venv_python" -m ruff check .
   "$venv_python" -m mypy
-fi
-if [ $# -eq 0 ]; then
   set -- -n "${PAXPAGE_TEST_PROCESSES:-2}" --dist loadfile
 fi
 exec "$venv_python" -m pytest "$@"
