@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # decision, not an accident.
 USUAL = {"schedule": 1.7, "pack": 1.2, "update": 0.55}
 ROOM = 3.0  # between two runs on a busy machine the ratios differ by a half
-NUM_SHAPES = {"cpu": 5, "gpu": 22}  # each is half a second of a warm start, and seconds of a cold one
+NUM_SHAPES = {"cpu": 5, "gpu": 20}  # each is half a second of a warm start, and seconds of a cold one
 
 
 def host_cost(*arguments: str) -> dict[str, float]:

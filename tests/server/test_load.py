@@ -79,14 +79,15 @@ def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path) -> None:
     """None is lost, mixed up or stalled, and the event loop stays punctual.
 
     Those that get a row first go on for longest, so that all are open together. The client shares the machine's cores
-    with the server, and others may too: so the bounds here are five times what holds on a machine of one's own, where
-    99 of 100 looks find the loop at most 50 ms late. Before tasks took turns, the mean alone was 300 ms.
+    with the server, and the other half of the tests does too. So the bounds here are wide: on a machine with less to do
+    99 of 100 looks found the loop at most 50 ms late. Before tasks took turns half of them did not reach 250 ms, and
+    the mean was 730.
     """
     from transformers import LlamaForCausalLM
 
     generator = random.Random(0)
     prompts = [[5 + i % 500, *generator.choices(range(5, 500), k=3 + i % 14)] for i in range(NUM_STREAMS)]
-    lengths = [96 if i < NUM_ROWS else 24 for i in range(NUM_STREAMS)]
+    lengths = [240 if i < NUM_ROWS else 24 for i in range(NUM_STREAMS)]
     bodies = [{**GREEDY, "prompt": p, "max_tokens": n} for p, n in zip(prompts, lengths, strict=True)]
     before = Lag(server)
     streams = ask(server.port, bodies)
@@ -103,8 +104,8 @@ def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path) -> None:
     server.wait_idle()
     num_looks = after.since(before, "count")
     assert num_looks > 50
-    assert after.since(before, "bucket", "0.25") >= 0.99 * num_looks
-    assert after.since(before, "sum") <= 0.05 * num_looks
+    assert after.since(before, "bucket", "0.25") >= 0.95 * num_looks
+    assert after.since(before, "sum") <= 0.1 * num_looks
 
 
 def test_a_full_queue_and_a_crowd_that_leaves(server: ServerProcess) -> None:
