@@ -16,6 +16,15 @@ def require(is_valid: bool, field: str, value: object, allowed: str) -> None:
         raise ValueError(f"{field} is {value!r}; allowed: {allowed}")
 
 
+def require_unicode(field: str, text: str) -> None:
+    """Raises ValueError for a text that has no UTF-8: one with half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{field} is not valid Unicode at character {error.start}; allowed: no lone surrogates"
+        raise ValueError(message) from error
+
+
 def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Checks that value is an int (not a bool) in [minimum, maximum]."""
     allowed = f"an integer >= {minimum}" + (f" and <= {maximum}" if maximum is not None else "")

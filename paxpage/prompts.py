@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paxpage.config import require
+from paxpage.config import require, require_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMS = 'a string or a list of {"type": "text", "text": ...} parts'
@@ -17,7 +17,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     otherwise nothing is taken away. tokenizer: a transformers.PreTrainedTokenizerBase. Raises ValueError for a text
     that is not valid Unicode.
     """
-    _require_unicode("prompt", text)
+    require_unicode("prompt", text)
     token_ids = list(tokenizer.encode(text))
     bos = tokenizer.bos_token
     if bos and text.startswith(bos):
@@ -30,7 +30,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def encode_plain(tokenizer: Any, field: str, text: str) -> list[int]:
     """Token ids of a text and nothing else. Raises ValueError naming field for a text that is not valid Unicode."""
-    _require_unicode(field, text)
+    require_unicode(field, text)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -109,7 +109,7 @@ def _text(field: str, content: object) -> str:
         return "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
     require(isinstance(content, str), field, content, CONTENT_FORMS)
     text = str(content)
-    _require_unicode(field, text)
+    require_unicode(field, text)
     return text
 
 
@@ -117,12 +117,3 @@ def _part(field: str, part: object) -> str:
     is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
     require(is_text, field, part, '{"type": "text", "text": ...}')
     return _text(field, part["text"]) if isinstance(part, Mapping) else ""
-
-
-def _require_unicode(field: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{field} is not valid Unicode at character {error.start}; allowed: no lone surrogates"
-        ) from error

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paxpage.config import require
+from paxpage.config import require, require_unicode
 
 MAX_GRAMMAR_CHARS = 128 * 1024  # of a schema, a regex, a grammar, or all choices together
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -47,7 +47,7 @@ class StructuredOutputsParams:
         field = f"structured_outputs.{given[0]}"
         allowed = f"at most {MAX_GRAMMAR_CHARS} characters"
         require(num_chars <= MAX_GRAMMAR_CHARS, field, f"{num_chars} characters long", allowed)
-        _require_unicode(field, self.source.text)
+        require_unicode(field, self.source.text)
 
     @property
     def source(self) -> GrammarSource:
@@ -80,12 +80,3 @@ def _choice_text(choice: object) -> str:
     is_valid = is_list and all(isinstance(item, str) and item for item in choice)  # type: ignore[attr-defined]
     require(is_valid, "structured_outputs.choice", choice, "a list of at least one non-empty string")
     return json.dumps(choice if isinstance(choice, list) else list(choice), ensure_ascii=False)  # type: ignore[call-overload]
-
-
-def _require_unicode(field: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{field} is not valid Unicode at character {error.start}; allowed: no lone surrogates"
-        ) from None
