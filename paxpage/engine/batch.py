@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pallas_kernels.paged_attention.cascade import Piece
 from paxpage.engine.adjustments import BANNED_ALWAYS
 from paxpage.engine.block_pool import NULL_BLOCK
 from paxpage.engine.kv_cache_manager import BlockCopy, KVCacheManager
@@ -18,7 +19,6 @@ from paxpage.engine.request import Request
 from paxpage.engine.sampling_params import ALL_LOGPROBS, MAX_STOP_TOKEN_IDS
 from paxpage.engine.scheduler import ScheduledBatch, ScheduledRow
 
-PIECE_INTS = 5  # fields of pallas_kernels.paged_attention.cascade.Piece
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 16  # stop tokens and the model's own ends of sequence
 NO_TOKEN = 2**31 - 1  # past every vocabulary: a scatter with mode="drop" leaves it out
 
@@ -47,7 +47,7 @@ class StepShape(NamedTuple):
         """Of the fields of pallas_kernels.paged_attention.cascade.SharedPrefixes; none if the step takes none."""
         if not self.max_pieces:
             return ()
-        return (self.max_pieces, PIECE_INTS), (1,), *[(self.num_rows,)] * 4
+        return (self.max_pieces, len(Piece._fields)), (1,), *[(self.num_rows,)] * 4
 
 
 class StepInputs(NamedTuple):

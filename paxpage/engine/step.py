@@ -224,11 +224,6 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
     return output.logits.shape[1]
 
 
-def compile_traced(traced: jax.stages.Traced, num_tokens: int) -> jax.stages.Compiled:
-    """Compiles what trace_forward gives for a shape of num_tokens tokens."""
-    return traced.lower().compile(compiler_options=compiler_options(num_tokens))
-
-
 def compiler_options(num_tokens: int) -> dict[str, Any]:
     """What XLA is told about a step of num_tokens tokens."""
     options: dict[str, Any] = dict(COMPILER_OPTIONS)

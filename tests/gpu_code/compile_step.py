@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
+from paxpage.engine.executables import step_program
 from paxpage.models import registry
 from tests.gpu_code.h200 import target_config
 from tests.gpu_code.lowering import as_h200
@@ -43,8 +44,7 @@ def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Comp
     cache = kv_cache.abstract_cache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, "bfloat16")
     step_model = step.StepModel(graphdef, *place((params, cache)), MAX_ROWS, VOCAB_SIZE)
     with as_h200():
-        traced = step.trace_forward(step_model, shape)
-        compiled = step.compile_traced(traced, shape.num_tokens)
+        compiled = step_program(step_model, shape).compile()
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
