@@ -44,8 +44,9 @@ def step_shapes(
     """Every padded size that a step can have, smallest first: decode shapes, then mixed ones.
 
     platform: a key of ROW_BUCKETS. A mixed shape has more tokens than rows, so the two kinds cannot be confused.
-    is_sharing: also decode shapes for batches with shared prefixes, which the shorter mixed ones then take too: 2% of
-    a decode step, where there are none, is worth a shape of its own, and 1% of a mixed one is not.
+    is_sharing: also decode shapes for batches with shared prefixes, which the shorter mixed ones then take too. Where
+    there are none that costs a kernel a layer: of a decode step an estimated 2%, worth shapes of its own, of a mixed
+    one 1%.
     """
     rows = [n for n in ROW_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs]
     sharing = [n for n in SHARING_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs] if is_sharing else []
@@ -112,6 +113,7 @@ class Started(NamedTuple):
     batch: batches.ScheduledBatch
     output: step.StepOutput
     scored: list[Scored]
+    has_sampler: bool  # its tokens are a sampler's, not the forward pass's greedy ones
     has_buffer: bool  # its logits lie where those of the next step of as many rows may
 
 
@@ -163,7 +165,7 @@ class ModelRunner:
         self._layout = layout
         self._max_logprobs = max_logprobs
         self._known_vocab_size = vocab_size
-        self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules)
+        self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules, MAX_SHARING_TOKENS)
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._sampled_shapes = sampled_shapes(shapes, platform)
         self._starts_with_largest = STARTS_WITH_LARGEST[platform]
@@ -288,8 +290,8 @@ class ModelRunner:
     def start(self, batch: batches.ScheduledBatch, manager: batches.KVCacheManager) -> Started:
         """The first half of launch(): the forward pass. draw() comes before anything else is launched."""
         shared = self._finder.find(batch, manager) if self._finder else None
-        shapes = self._usable_shapes(has_sampler=batches.needs_sampler(batch.rows))
-        shape = choose_shape(shapes, batch, has_shared=shared is not None)
+        has_sampler = batches.needs_sampler(batch.rows)
+        shape = choose_shape(self._usable_shapes(has_sampler=has_sampler), batch, has_shared=shared is not None)
         packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
@@ -297,13 +299,13 @@ class ModelRunner:
         logits = self._logits.pop(shape.num_rows, None)
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
-        return Started(batch, output, scored, logits is not None)
+        return Started(batch, output, scored, has_sampler, logits is not None)
 
     def draw(self, started: Started, masks: np.ndarray | None = None) -> Launched:
         """The second half: the tokens. masks: uint32 [num_rows, num_mask_words], as engine.grammars makes them."""
-        batch, output, scored, has_buffer = started
+        batch, output, scored, has_sampler, has_buffer = started
         launched = Launched(output.token_ids, None, scored)
-        if batches.needs_sampler(batch.rows):
+        if has_sampler:
             launched = self._sample(batch, output.logits, scored, masks)
         num_rows = output.logits.shape[0]
         if has_buffer:

@@ -9,14 +9,16 @@ from paxpage.engine.scheduler import ScheduledBatch
 
 
 class PrefixFinder:
-    """cascade.shared_prefixes for scheduled batches.
+    """cascade.shared_prefixes for scheduled batches of at most max_tokens tokens; longer ones share nothing.
 
     What it finds in a decode step holds as long as the same requests decode: blocks at the beginning of a running
-    request's table are not replaced. One that is preempted comes back by way of a mixed step, which is remembered not.
+    request's table are not replaced. One that is preempted comes back by way of a mixed step, after which all is
+    looked for again.
     """
 
-    def __init__(self, rules: cascade.Rules) -> None:
+    def __init__(self, rules: cascade.Rules, max_tokens: int) -> None:
         self.rules = rules
+        self.max_tokens = max_tokens
         self._requests: list[Request] = []  # of the last step, if it was a decode step
         self._found: cascade.SharedPrefixes | None = None
 
@@ -25,7 +27,7 @@ class PrefixFinder:
         requests = [row.request for row in batch.rows]
         if not batch.is_decode:
             self._requests = []
-            return self._search(batch, manager)
+            return self._search(batch, manager) if batch.num_tokens <= self.max_tokens else None
         if requests != self._requests:
             self._requests, self._found = requests, self._search(batch, manager)
         return self._found

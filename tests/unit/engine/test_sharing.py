@@ -36,7 +36,7 @@ def test_a_step_with_shared_prefixes_gives_the_same_tokens(tiny: LLM) -> None:
     sharing = plain._replace(max_pieces=cascade.MAX_PIECES)
     runner.shapes.append(sharing)
     runner._compiled[sharing] = runner._compile(sharing)
-    runner._finder = PrefixFinder(RULES)
+    runner._finder = PrefixFinder(RULES, 512)
     kept = runner._compiled.pop(plain)  # so that a step in it would fail
     try:
         assert tokens(tiny, PROMPTS, params) == expected
@@ -66,7 +66,7 @@ def test_what_decode_steps_share_is_looked_for_when_their_requests_change() -> N
     scheduler = make_scheduler(Sizes(num_usable=200, max_num_seqs=8, max_num_batched_tokens=300, has_prefix_cache=True))
     for index, prompt in enumerate(PROMPTS):
         scheduler.add(make_request(str(index), prompt, max_tokens=20))
-    finder = PrefixFinder(RULES)
+    finder = PrefixFinder(RULES, max_tokens=60)
 
     def find() -> tuple[cascade.SharedPrefixes | None, int]:
         batch = scheduler.schedule()
@@ -85,6 +85,10 @@ def test_what_decode_steps_share_is_looked_for_when_their_requests_change() -> N
     assert mixed is not None and num_rows == 7 and mixed.num_tokens.tolist() == [144] * 6 + [0]
     again, num_rows = find()
     assert again is not None and again is not first and num_rows == 7 and again.num_tokens.tolist() == [144] * 6 + [0]
+    scheduler.add(make_request("long", [8] * 70))
+    assert find() == (None, 8), "a step of more than 60 tokens"
+    anew, num_rows = find()
+    assert anew is not None and anew is not again and num_rows == 8 and anew.num_tokens.tolist() == [144] * 6 + [0] * 2
 
 
 def test_shared_prefixes_travel_with_the_batch() -> None:
