@@ -59,7 +59,10 @@ ZONES = {
     "models": Zone(("paxpage.models.*",), ("config", "kernels"), None),
     "batch": Zone(_in_engine("batch", "sharing"), ("config", "host", "device", "kernels"), None),
     "device": Zone(
-        _in_engine("kv_cache", "memory", "sampler", "step", "programs", "executables", "model_runner"),
+        _in_engine(
+            *("kv_cache", "memory", "sampler", "step", "programs", "executables", "model_runner"),
+            *("lowering", "lowering_worker"),
+        ),
         ("config", "batch", "models", "kernels"),
         None,
     ),

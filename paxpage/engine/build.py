@@ -1,9 +1,10 @@
 """From a model and an EngineConfig to a running Engine: sizes, compiled steps, weights."""
 
+import contextlib
 import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +16,7 @@ from paxpage.engine import kv_cache, memory, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.compilation import programs_folder, use_persistent_cache
 from paxpage.engine.engine import Engine
-from paxpage.engine.executables import ExecutableStore, compile_program, open_store, step_program
+from paxpage.engine.executables import Compiler, open_compiler
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
@@ -72,13 +73,14 @@ def build_engine(
     if served_model_name is not None:
         served = served._replace(name=served_model_name)
     limits = _limits(config, served)
-    folder = programs_folder(config.compilation_cache_dir)
-    store = None if folder is None else open_store(folder, served.config, served.dtype)
-    with ThreadPoolExecutor(2) as pool:
+    plan = _plan(config, limits, served)
+    compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
+    with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler):
+        compiler.expect(*_first_step(config, served, plan))
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        runner = _make_runner(config, limits, served, store)
+        runner = _make_runner(config, limits, served, plan, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
@@ -150,35 +152,45 @@ def _fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> Sche
     return dataclasses.replace(limits, max_model_len=capacity)
 
 
-def _make_runner(
-    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, store: ExecutableStore | None
-) -> ModelRunner:
+class Plan(NamedTuple):
+    """What follows from the limits, before the weights are there."""
+
+    shapes: list[StepShape]
+    sharing_rules: cascade.Rules | None
+    cache_dtype: str
+
+
+def _plan(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) -> Plan:
     blocks_per_row = -(-limits.max_model_len // config.block_size)
     dtype = served.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     is_cascading = config.enable_cascade_attention
     rules = _sharing_rules(served, config.block_size, dtype, limits.max_num_seqs) if is_cascading else None
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, blocks_per_row)
-    shapes = step_shapes(_platform(), *sizes, is_sharing=rules is not None)
+    return Plan(step_shapes(_platform(), *sizes, is_sharing=rules is not None), rules, dtype)
+
+
+def _make_runner(
+    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, plan: Plan, compiler: Compiler
+) -> ModelRunner:
     num_blocks = config.num_blocks
     if num_blocks is None:
-        temporary_bytes = _temporary_bytes(served, shapes, config.block_size, dtype, store)
-        bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, dtype)
-        most_useful = limits.max_num_seqs * blocks_per_row + 1
+        temporary_bytes = _temporary_bytes(config, served, plan, compiler)
+        bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, plan.cache_dtype)
+        most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
         share = config.gpu_memory_utilization
         num_blocks = memory.num_blocks_that_fit(bytes_per_block, temporary_bytes, share, most_useful)
     _fit(config, limits, num_blocks)
-    layout = kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, dtype)
     runner = ModelRunner(
         served.graphdef,
         served.abstract_params,
-        layout,
-        shapes,
+        kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, plan.cache_dtype),
+        plan.shapes,
         platform=_platform(),
         max_logprobs=SAMPLER_LOGPROBS if config.max_logprobs == ALL_LOGPROBS else config.max_logprobs,
         vocab_size=served.vocab_size,
-        sharing_rules=rules,
+        sharing_rules=plan.sharing_rules,
     )
-    runner.executables = store
+    runner.compiler = compiler
     return runner
 
 
@@ -193,23 +205,26 @@ def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seq
     return cascade.rules_for(geometry) if is_possible else None
 
 
-def _temporary_bytes(
-    served: ServedModel, shapes: list[StepShape], block_size: int, dtype: str, store: ExecutableStore | None
-) -> int:
+def _first_step(config: EngineConfig, served: ServedModel, plan: Plan) -> tuple[step.StepModel, StepShape]:
+    """The largest step, with a cache of two blocks unless a size is given: what is compiled first."""
+    shape = plan.shapes[-1]
+    cache = kv_cache.abstract_cache(served.spec, config.num_blocks or 2, config.block_size, plan.cache_dtype)
+    vocab_size = served.vocab_size or step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
+    return step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size), shape
+
+
+def _temporary_bytes(config: EngineConfig, served: ServedModel, plan: Plan, compiler: Compiler) -> int:
     """What the largest step takes beside params and cache, or its sampling, and the logits kept between steps.
 
     Asked of the compiler only where memory is bounded.
     """
     if jax.local_devices()[0].memory_stats() is None:
         return 0
-    shape = shapes[-1]
-    cache = kv_cache.abstract_cache(served.spec, 2, block_size, dtype)
-    vocab_size = served.vocab_size or step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
-    model = step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
-    buffers = [step.logits_buffer_of(num_rows, vocab_size) for num_rows in {s.num_rows for s in shapes}]
+    model, shape = _first_step(config, served, plan)
+    buffers = [step.logits_buffer_of(rows, model.vocab_size) for rows in {s.num_rows for s in plan.shapes}]
     kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
-    step_bytes = step.temporary_bytes(compile_program(store, step_program(model, shape)))
-    return kept_bytes + max(step_bytes, sampling_bytes(shape.num_rows, vocab_size))
+    step_bytes = step.temporary_bytes(compiler.step(model, shape))
+    return kept_bytes + max(step_bytes, sampling_bytes(shape.num_rows, model.vocab_size))
 
 
 def sampling_bytes(num_rows: int, vocab_size: int) -> int:

@@ -29,8 +29,8 @@ import pallas_kernels
 from paxpage.config import ModelConfig
 from paxpage.engine import step
 from paxpage.engine.batch import StepShape
-from paxpage.engine.kv_cache import KVCache
-from paxpage.engine.sampler import SampledTokens
+from paxpage.engine.lowering import NODES as NAMED_TUPLES
+from paxpage.engine.lowering import LoweringPool, open_pool
 from paxpage.models.registry import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ OTHER_OPTIONS = ("jax_compilation_cache_", "jax_persistent_cache_")
 SALT_OPTION = "xla_debug_buffer_assignment_show_max"
 NODES: dict[str, Callable[..., Any]] = {
     "tuple": tuple,
-    **{node.__name__: node._make for node in (step.StepOutput, KVCache, SampledTokens)},
+    **{name: node._make for name, node in NAMED_TUPLES.items()},
 }
 
 _IMPORTED_NS = time.time_ns()
@@ -73,17 +73,44 @@ class Program(NamedTuple):
         return self.lower().compile(compiler_options=options or None)
 
 
-def step_program(model: step.StepModel, shape: StepShape) -> Program:
-    """The step function of one shape."""
+def step_program(model: step.StepModel, shape: StepShape, pool: LoweringPool | None = None) -> Program:
+    """The step function of one shape, lowered by a process of the pool if there is one."""
     name = repr(("step", shape, model.max_rows, model.vocab_size, model.backend))
     arguments = step.abstract_arguments(model, shape)
     options = step.compiler_options(shape.num_tokens)
-    return Program(name, arguments, lambda: step.trace_forward(model, shape).lower(), options)
+    if pool is None:
+        return Program(name, arguments, lambda: step.trace_forward(model, shape).lower(), options)
+    return Program(name, arguments, lambda: pool.lower(model, shape), options)
 
 
-def compile_program(store: "ExecutableStore | None", program: Program) -> jax.stages.Compiled:
-    """Compiles a program, or loads it where there is a store that holds it."""
-    return program.compile() if store is None else store.load_or_compile(program)
+class Compiler:
+    """Compiles an engine's programs, or loads them from the store; without a store and processes it does all itself.
+
+    close() ends the processes, once the steps are compiled.
+    """
+
+    def __init__(self, store: "ExecutableStore | None" = None, pool: LoweringPool | None = None) -> None:
+        self.store = store
+        self.pool = pool
+
+    def expect(self, model: step.StepModel, shape: StepShape) -> None:
+        """Starts the processes ahead if the store does not hold this step, and so most likely none of the others."""
+        is_kept = self.store is not None and self.store.has(step_program(model, shape))
+        if self.pool is not None and not is_kept:
+            self.pool.start()
+
+    def step(self, model: step.StepModel, shape: StepShape) -> jax.stages.Compiled:
+        """The step function of one shape."""
+        return self.program(step_program(model, shape, self.pool))
+
+    def program(self, program: Program) -> jax.stages.Compiled:
+        """Any program."""
+        return program.compile() if self.store is None else self.store.load_or_compile(program)
+
+    def close(self) -> None:
+        """Ends the processes that lower steps."""
+        if self.pool is not None:
+            self.pool.close()
 
 
 class ExecutableStore:
@@ -100,10 +127,14 @@ class ExecutableStore:
         self._used: set[str] = set()  # names of files, which are not removed
         self._lock = threading.Lock()  # of removing
 
+    def has(self, program: Program) -> bool:
+        """Whether there is a file for it, which may yet be damaged."""
+        return self._path(self._key(program)).exists()
+
     def load_or_compile(self, program: Program) -> jax.stages.Compiled:
         """The program, from the folder if it is there; else it is compiled and kept."""
         key = self._key(program)
-        path = self._folder / f"{key}{SUFFIX}"
+        path = self._path(key)
         self._used.add(path.name)
         try:
             return self._load(path, key, program)
@@ -114,6 +145,9 @@ class ExecutableStore:
         compiled = program.compile(secrets.randbits(62))
         self._keep(path, key, compiled)
         return compiled
+
+    def _path(self, key: str) -> pathlib.Path:
+        return self._folder / f"{key}{SUFFIX}"
 
     def _key(self, program: Program) -> str:
         leaves, tree = jax.tree.flatten(program.arguments)
@@ -163,20 +197,23 @@ class ExecutableStore:
                     num_bytes, num_files = num_bytes - each.st_size, num_files - 1
 
 
-def open_store(folder: pathlib.Path, config: ModelConfig | None, dtype: str) -> ExecutableStore | None:
-    """The store of a model of paxpage.models; None where what it holds could be wrong.
+def open_compiler(folder: pathlib.Path | None, config: ModelConfig | None, dtype: str) -> Compiler:
+    """Of a model: with a store in folder, and processes, where what they give is what this process would make.
 
-    So there is none for a user's own module, whose code nobody hashed (config is None, or its architecture is not
+    So there are none for a user's own module, whose code nobody hashed (config is None, or its architecture is not
     this package's); nor when source files changed since they were imported, or over several processes or a chosen
     device. Code that was replaced in memory alone is not seen.
     """
     is_own = config is not None and ARCHITECTURES[config.architecture].__module__.startswith("paxpage.models.")
     is_simple = jax.process_count() == 1 and jax.config.jax_default_device is None
     sources = source_digest() if is_own and is_simple else None
-    return None if sources is None else ExecutableStore(folder, identity_of(sources, config, dtype))
+    if sources is None or config is None:
+        return Compiler()
+    store = None if folder is None else ExecutableStore(folder, identity_of(sources, config, dtype))
+    return Compiler(store, open_pool(config, dtype))
 
 
-def identity_of(sources: str, config: ModelConfig | None, dtype: str) -> str:
+def identity_of(sources: str, config: ModelConfig, dtype: str) -> str:
     """What all programs of a model have in common: its config, the source files, the versions, the device."""
     device = jax.local_devices()[0]
     kind = (device.client.platform, device.client.platform_version, device.device_kind, jax.local_device_count())

@@ -4,6 +4,7 @@ import jax
 
 CPU_CACHE_BYTES = 1 << 29  # the cache's budget on a CPU, whose memory belongs to others too
 MIB = 1 << 20
+ROUNDING_BITS = 10
 
 
 def num_blocks_that_fit(bytes_per_block: int, temporary_bytes: int, utilization: float, most_useful: int) -> int:
@@ -25,4 +26,7 @@ def num_blocks_that_fit(bytes_per_block: int, temporary_bytes: int, utilization:
             f"MiB for a step, leaves {budget // MIB} MiB, and a block takes {bytes_per_block / MIB:.2f} MiB. "
             "Allowed: a larger gpu_memory_utilization, a smaller max_num_batched_tokens, or a smaller model"
         )
-    return budget // bytes_per_block
+    num_blocks = budget // bytes_per_block
+    # Compiled steps have this number in them: rounded (by 0.1% on average), so that a start finds those of the last
+    # one, when something else took some MiB more or less.
+    return num_blocks - num_blocks % max(1, 2 ** (num_blocks.bit_length() - ROUNDING_BITS))

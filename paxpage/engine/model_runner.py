@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.config import Geometry
 from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
-from paxpage.engine.executables import ExecutableStore, Program, compile_program, step_program
+from paxpage.engine.executables import Compiler, Program
 from paxpage.engine.programs import Jobs, Programs
 from paxpage.engine.sharing import PrefixFinder
 from paxpage.models.registry import Params
@@ -159,7 +159,7 @@ class ModelRunner:
         self._leaves: list[jax.Array] = []  # of the params, as the step functions take them
         self._logits: dict[int, jax.Array] = {}  # the last logits by number of rows; each step writes over them
         self.cache: kv_cache.KVCache | None = None
-        self.executables: ExecutableStore | None = None  # where programs are kept on disk; to be set before warm_up()
+        self.compiler = Compiler()  # another may be set before warm_up()
         self._graphdef = graphdef
         self._abstract_params = abstract_params
         self._layout = layout
@@ -195,7 +195,7 @@ class ModelRunner:
         cache = kv_cache.abstract_cache(*self._layout)
         sizes = (self.max_rows, self.vocab_size)
         model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes)
-        return compile_program(self.executables, step_program(model, shape))
+        return self.compiler.step(model, shape)
 
     @property
     def warmed_up(self) -> Future[None]:
@@ -397,11 +397,11 @@ class ModelRunner:
         cache = kv_cache.abstract_cache(*self._layout)
         lower = functools.partial(step.lower_copy, cache)
         program = Program(COPY, (cache, step.abstract_pairs()), lower, step.COMPILER_OPTIONS)
-        return compile_program(self.executables, program)
+        return self.compiler.program(program)
 
     def _compile_with(self, name: str, function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
         """name: with the shapes of likes, all that function depends on."""
-        return compile_program(self.executables, Program(name, likes, lambda: jax.jit(function).lower(*likes), {}))
+        return self.compiler.program(Program(name, likes, lambda: jax.jit(function).lower(*likes), {}))
 
     def _compile_mask(self, num_rows: int) -> jax.stages.Compiled:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)

@@ -1,6 +1,7 @@
 """One forward pass: params, cache and a packed batch in; logits, greedy tokens and the updated cache out. Pure."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -188,11 +189,14 @@ class StepModel(NamedTuple):
 
 
 def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
-    """Traces forward for one shape, cache and logits_buffer donated.
+    """Traces forward for one shape."""
+    return jit_forward(flat_forward(model, shape)).trace(*abstract_arguments(model, shape))
 
-    Params go in as the list of their leaves (a nested dict would be walked at every call, 60 us for 115 of them). The
-    logits of a small step come out where the last ones of this shape were: on a GPU a step is one CUDA graph, and every
-    address that differs from the last run's is patched into each kernel that uses it, by the host.
+
+def flat_forward(model: StepModel, shape: StepShape) -> Callable[..., tuple[StepOutput, KVCache]]:
+    """forward for one shape, of abstract_arguments.
+
+    Params go in as the list of their leaves (a nested dict would be walked at every call, 60 us for 115 of them).
     """
     tree = jax.tree.structure(model.params)
     forward_with = functools.partial(forward, graphdef=model.graphdef, shape=shape, backend=model.backend)
@@ -200,8 +204,16 @@ def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
     def forward_flat(leaves: list[Array], *rest: Any) -> tuple[StepOutput, KVCache]:
         return forward_with(jax.tree.unflatten(tree, leaves), *rest)
 
-    jitted = jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
-    return jitted.trace(*abstract_arguments(model, shape))
+    return forward_flat
+
+
+def jit_forward(forward_flat: Callable[..., tuple[StepOutput, KVCache]]) -> jax.stages.Wrapped:
+    """cache and logits_buffer are donated.
+
+    The logits of a small step come out where the last ones of this shape were: on a GPU a step is one CUDA graph, and
+    every address that differs from the last run's is patched into each kernel that uses it, by the host.
+    """
+    return jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
 
 
 def abstract_arguments(model: StepModel, shape: StepShape) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Programs kept on disk: found again by the same key alone, right or not at all, and without a trace or a lowering."""
 
 import collections
+import dataclasses
 import errno
 import functools
 import logging
@@ -19,7 +20,7 @@ from paxpage import LLM, SamplingParams
 from paxpage.config import ModelConfig
 from paxpage.engine import executables
 from paxpage.engine.compilation import default_cache_dir, programs_folder
-from paxpage.engine.executables import ExecutableStore, Program, open_store
+from paxpage.engine.executables import ExecutableStore, Program, open_compiler
 from paxpage.engine.kv_cache import KVCache
 from tests.helpers.engines import assert_idle, ids
 from tests.helpers.fixtures import shelf, unchecked_types
@@ -110,7 +111,7 @@ def test_no_cache_folder_means_no_programs_on_disk(
 ) -> None:
     opened: list[Path] = []
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    monkeypatch.setattr("paxpage.engine.build.open_store", lambda folder, *_: opened.append(folder))
+    monkeypatch.setattr(executables, "ExecutableStore", lambda folder, _: opened.append(folder))
     for folder in ("", None):  # None: JAX was given one
         with LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir=folder, show_progress=False):
             assert opened == []
@@ -337,17 +338,18 @@ def test_only_own_models_have_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed_sources: Callable[[str], None]
 ) -> None:
     fixed_sources("these")
-    assert open_store(tmp_path, CONFIG, "float32") is not None
-    assert open_store(tmp_path, None, "float32") is None
+    assert open_compiler(tmp_path, CONFIG, "float32").store is not None
+    assert open_compiler(tmp_path, None, "float32").store is None
     with jax.default_device(jax.local_devices()[0]):
-        assert open_store(tmp_path, CONFIG, "float32") is None
+        assert open_compiler(tmp_path, CONFIG, "float32").store is None
     monkeypatch.setitem(executables.ARCHITECTURES, CONFIG.architecture, Counted)
-    assert open_store(tmp_path, CONFIG, "float32") is None
+    assert open_compiler(tmp_path, CONFIG, "float32").store is None
 
 
 def test_models_and_dtypes_have_keys_of_their_own() -> None:
+    other = dataclasses.replace(CONFIG, rope_theta=5e5)
     identities = {executables.identity_of("these", CONFIG, dtype) for dtype in ("float32", "bfloat16")}
-    identities |= {executables.identity_of(sources, None, "float32") for sources in ("these", "others")}
+    identities |= {executables.identity_of(sources, other, "float32") for sources in ("these", "others")}
     assert len(identities) == 4
 
 

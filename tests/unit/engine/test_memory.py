@@ -36,6 +36,14 @@ def test_more_in_use_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         num_blocks_that_fit(MIB, 0, 0.9, most_useful=7)
 
 
+def test_some_more_bytes_in_use_change_nothing_where_blocks_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for in_use_mib in range(7_000, 7_060, 10):
+        on_device(monkeypatch, {"bytes_limit": 100_000 * MIB, "bytes_in_use": in_use_mib * MIB})
+        found.add(num_blocks_that_fit(2 * MIB, 1_000 * MIB, 0.9, most_useful=7))
+    assert len(found) <= 2 and max(found) <= (90_000 - 8_000) / 2 and min(found) >= (90_000 - 8_060) / 2 * 0.998
+
+
 @pytest.mark.parametrize(
     ("bytes_per_block", "most_useful", "expected"),
     [(MIB, 10**6, 512), (MIB, 300, 300), (CPU_CACHE_BYTES, 300, 2), (MIB, 1, 2)],

@@ -1,0 +1,181 @@
+"""Step functions traced and lowered by processes of their own, several at a time.
+
+Both are Python's work, under its lock: 1 to 6 s for a step with Mosaic kernels, however many threads there are. A
+process lowers for the device that this one has, without touching it, and sends the module; XLA compiles it here.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from typing import IO, Any, NamedTuple
+
+import jax
+
+from pallas_kernels import backends
+from paxpage.config import ModelConfig
+from paxpage.engine import step
+from paxpage.engine.batch import StepShape
+from paxpage.engine.kv_cache import KVCache
+from paxpage.engine.sampler import SampledTokens
+
+logger = logging.getLogger(__name__)
+
+MAX_PROCESSES = 12  # each takes about 0.6 GB of the host's memory
+CORES_PER_PROCESS = 2  # the others compile
+WORKER = "paxpage.engine.lowering_worker"
+# What one process may have set and another not; nothing that is traced depends on it.
+OWN_OPTIONS = ("jax_platforms", "jax_compilation_cache_", "jax_persistent_cache_")
+NODES = {node.__name__: node for node in (step.StepOutput, KVCache, SampledTokens)}
+
+
+class Recipe(NamedTuple):
+    """What a process makes a step function from, all that step.StepModel and StepShape say."""
+
+    config: ModelConfig
+    dtype: str
+    num_blocks: int
+    block_size: int
+    cache_dtype: str
+    max_rows: int
+    vocab_size: int
+    shape: StepShape
+    platform: str  # "cuda" or "cpu"
+    device_kind: str
+    options: list[list[str]]  # of JAX, which have to be the process's own
+
+    def to_json(self) -> bytes:
+        """One line."""
+        fields = self._asdict() | {"config": dataclasses.asdict(self.config)}
+        return json.dumps(fields).encode() + b"\n"
+
+
+class LoweringPool:
+    """Processes that lower the step functions of one model, from start() or the first lower() on; close() ends them.
+
+    Any thread may call lower(). Nothing that goes wrong with a process is an error: the step is then lowered here, and
+    a line of the log says why.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: str, num_processes: int) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._num_processes = num_processes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of starting
+
+    def start(self) -> None:
+        """Starts the processes, which takes them some seconds; does not wait."""
+        with self._lock:
+            while len(self._processes) < self._num_processes:
+                self._processes.append(_start())
+                self._idle.put(self._processes[-1])
+
+    def lower(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
+        """step.trace_forward(model, shape).lower(), by the next process that is free."""
+        self.start()
+        process = self._idle.get()
+        if process is None:  # all have gone; others may wait for one too
+            self._idle.put(None)
+            return step.trace_forward(model, shape).lower()
+        try:
+            module = _ask(process, self._recipe(model, shape))
+        except (OSError, ValueError) as error:
+            logger.warning("a step is lowered in this process: %s", error)
+            self._drop(process)
+            return step.trace_forward(model, shape).lower()
+        self._idle.put(process)
+        return _lowered(module, model, shape)
+
+    def _recipe(self, model: step.StepModel, shape: StepShape) -> Recipe:
+        _, num_blocks, _, block_size, _ = model.cache.k.shape
+        device = jax.local_devices()[0]
+        platform = "cpu" if device.platform == "cpu" else "cuda"
+        sizes = (num_blocks, block_size, model.cache.k.dtype.name, model.max_rows, model.vocab_size)
+        return Recipe(self._config, self._dtype, *sizes, shape, platform, device.device_kind, traced_options())
+
+    def _drop(self, process: subprocess.Popen[bytes]) -> None:
+        _end(process)
+        with self._lock:
+            self._processes.remove(process)
+            self._num_processes -= 1
+            if not self._processes:
+                self._idle.put(None)
+
+    def close(self) -> None:
+        """Ends the processes, when nobody is in lower(); whoever calls it later lowers by himself."""
+        with self._lock:
+            self._num_processes = 0
+            while self._processes:
+                _end(self._processes.pop())
+                self._idle.get()
+            self._idle.put(None)
+
+
+def open_pool(config: ModelConfig, dtype: str) -> LoweringPool | None:
+    """Processes for a model of paxpage.models, where they pay: for Mosaic's kernels, on Hopper, if there are cores."""
+    num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS)
+    is_known = any(kind in jax.local_devices()[0].device_kind.split() for kind in backends.HOPPER_KINDS)
+    is_worth_it = num_processes > 1 and is_known and backends.is_hopper()
+    return LoweringPool(config, dtype, num_processes) if is_worth_it else None
+
+
+def traced_options() -> list[list[str]]:
+    """JAX's options that a lowered module may depend on."""
+    values = jax.config.values.items()
+    return sorted([name, repr(value)] for name, value in values if not name.startswith(OWN_OPTIONS))
+
+
+def register_nodes() -> None:
+    """Tells jax.export the pytrees that step functions take and give."""
+    for name, node in NODES.items():
+        try:
+            jax.export.register_namedtuple_serialization(node, serialized_name=f"paxpage.{name}")
+        except ValueError:  # registered before
+            continue
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """A process that finds the same modules as this one, and no device."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-m", WORKER], env=environment, start_new_session=True, **pipes)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # of what it did not read any more
+            pipe.close()
+
+
+def _ask(process: subprocess.Popen[bytes], recipe: Recipe) -> bytes:
+    """The serialised module. ValueError for what the process says, OSError if it has gone."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(recipe.to_json())
+    process.stdin.flush()
+    header = json.loads(process.stdout.readline() or '{"error": "a process that lowers has ended"}')
+    if "error" in header:
+        raise ValueError(header["error"])
+    return _read_exactly(process.stdout, header["num_bytes"])
+
+
+def _read_exactly(file: IO[bytes], num_bytes: int) -> bytes:
+    content = file.read(num_bytes)
+    if len(content) < num_bytes:
+        raise ConnectionError("a process that lowers has ended in the middle of a module")
+    return content
+
+
+def _lowered(module: bytes, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
+    register_nodes()
+    exported = jax.export.deserialize(bytearray(module))
+    return step.jit_forward(exported.call).lower(*step.abstract_arguments(model, shape))

@@ -1,0 +1,149 @@
+"""Steps lowered by other processes: the same modules, and none lost when a process is."""
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxpage import LLM, SamplingParams
+from paxpage.config import ModelConfig, RopeScaling
+from paxpage.engine import executables, kv_cache, lowering, lowering_worker, step
+from paxpage.engine.batch import StepShape
+from paxpage.engine.lowering import LoweringPool
+from paxpage.models import registry
+from tests.gpu_code.lowering import as_h200
+from tests.helpers.engines import ids
+from tests.helpers.fixtures import shelf, unchecked_types
+from tests.helpers.shelf import Shelf
+
+__all__ = ["shelf", "unchecked_types"]
+
+SCALING = RopeScaling(8.0, 1.0, 4.0, 64)
+CONFIG = ModelConfig("LlamaForCausalLM", 512, 64, 128, 2, 4, 2, 16, 128, rope_scaling=SCALING)
+SHAPES = [StepShape(2, 2, 4), StepShape(16, 2, 4)]
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 9, "max_model_len": 64}
+
+
+@pytest.fixture
+def pool() -> Iterator[LoweringPool]:
+    made = LoweringPool(CONFIG, "float32", 1)
+    yield made
+    made.close()
+
+
+@functools.cache
+def step_model(config: ModelConfig = CONFIG, dtype: str = "float32", max_rows: int = 2) -> step.StepModel:
+    model = registry.abstract_model(config, dtype)
+    cache = kv_cache.abstract_cache(model.kv_spec, 9, 16, dtype)
+    return step.StepModel(*registry.split(model), cache, max_rows, config.vocab_size)
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == lowering.__name__]
+
+
+def results(lowered: jax.stages.Lowered, shape: StepShape) -> list[Any]:
+    """What a step gives for params and inputs of ones."""
+    arguments = step.abstract_arguments(step_model(), shape)
+    ones = jax.tree.map(lambda like: jnp.ones(like.shape, like.dtype), arguments)
+    return [leaf.tolist() for leaf in jax.tree.leaves(lowered.compile()(*ones))]
+
+
+def test_what_a_process_lowers_is_the_same_step(pool: LoweringPool, caplog: pytest.LogCaptureFixture) -> None:
+    for shape in SHAPES:
+        here = step.trace_forward(step_model(), shape).lower()
+        there = pool.lower(step_model(), shape)
+        assert results(there, shape) == results(here, shape)
+    assert messages(caplog) == []
+
+
+def test_a_process_that_dies_costs_a_line_of_the_log(pool: LoweringPool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.start()
+    pool._processes[0].kill()
+    for shape in SHAPES:
+        pool.lower(step_model(), shape).compile()
+    assert len(messages(caplog)) == 1
+    assert re.search("lowered in this process: .*(has ended|Broken pipe)", messages(caplog)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_default_matmul_precision", "float32"), ("jax_default_prng_impl", "rbg")]
+)
+def test_processes_set_otherwise_lower_nothing(
+    name: str, value: str, pool: LoweringPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        pool.lower(step_model(), SHAPES[0])
+    finally:
+        jax.config.update(name, before)
+    assert len(messages(caplog)) == 1 and name in messages(caplog)[0]
+
+
+def test_after_the_end_steps_are_lowered_here(pool: LoweringPool) -> None:
+    pool.start()
+    (process,) = pool._processes
+    pool.close()
+    assert process.poll() is not None
+    for shape in SHAPES:
+        pool.lower(step_model(), shape)
+    assert pool._processes == []
+
+
+def test_a_process_ends_with_its_input(pool: LoweringPool) -> None:
+    """So none outlives an engine that was killed."""
+    pool.start()
+    (process,) = pool._processes
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
+def test_a_module_for_a_device_that_is_not_here() -> None:
+    """As a process lowers it for an H200, and as a process that has one would."""
+    config = ModelConfig("LlamaForCausalLM", 512, 512, 512, 1, 8, 2, 64, 128)
+    model, shape = step_model(config, "bfloat16", 64), StepShape(64, 64, 4)
+    sizes = (9, 16, "bfloat16", 64, 512)
+    recipe = lowering.Recipe(config, "bfloat16", *sizes, shape, "cuda", "NVIDIA H200", lowering.traced_options())
+    there = jax.export.deserialize(bytearray(lowering_worker.export(lowering_worker.from_json(recipe.to_json()))))
+    with as_h200():
+        here = step.trace_forward(model, shape).lower(lowering_platforms=("cuda",))
+    kernels = [re.findall(r"custom_call @(\S+)\(", module) for module in (there.mlir_module(), here.as_text())]
+    assert kernels[0] == kernels[1] and any("mosaic" in name for name in kernels[0])
+    assert lowering_worker.from_json(recipe.to_json()) == recipe
+
+
+def test_an_engine_whose_steps_other_processes_lower(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools: list[LoweringPool] = []
+    modules: list[bytes] = []
+    ask = lowering._ask
+
+    def open_pool(config: ModelConfig, dtype: str) -> LoweringPool:
+        pools.append(LoweringPool(config, dtype, 2))
+        return pools[-1]
+
+    def ask_and_keep(*args: Any) -> bytes:
+        modules.append(ask(*args))
+        return modules[-1]
+
+    def answers() -> list[list[int]]:
+        with LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir="", show_progress=False) as llm:
+            llm.engine.wait_until_warm()
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            outputs = llm.generate([ids([50, 60, 70]), ids(range(40))], params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+    expected = answers()
+    monkeypatch.setattr(executables, "source_digest", lambda: "these")
+    monkeypatch.setattr(executables, "open_pool", open_pool)
+    monkeypatch.setattr(lowering, "_ask", ask_and_keep)
+    assert answers() == expected
+    assert len(modules) == 2 and messages(caplog) == []  # what a CPU compiles before it is ready
+    assert [pool._processes for pool in pools] == [[]]
