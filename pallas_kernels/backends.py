@@ -1,5 +1,7 @@
 """What device a kernel is compiled for, and which backend it uses unless it is told."""
 
+import importlib
+
 import jax
 
 HOPPER_KINDS = ("H100", "H200", "H800", "H20", "GH200")
@@ -28,3 +30,11 @@ def is_hopper() -> bool:
     if jax.sharding.get_abstract_mesh().abstract_device is not None:
         return any(kind in device_kind().split() for kind in HOPPER_KINDS)
     return getattr(jax.devices()[0], "compute_capability", None) == HOPPER_CAPABILITY
+
+
+def load_runtime() -> None:
+    """Loads what compiled Mosaic kernels are linked with.
+
+    JAX does so when it lowers one; for a program that was lowered elsewhere, or is read from disk, somebody else must.
+    """
+    importlib.import_module("jax.experimental.pallas.mosaic_gpu")

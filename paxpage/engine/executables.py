@@ -26,6 +26,7 @@ import jax
 from jax.experimental import serialize_executable
 
 import pallas_kernels
+from pallas_kernels import backends
 from paxpage.config import ModelConfig
 from paxpage.engine import step
 from paxpage.engine.batch import StepShape
@@ -209,6 +210,8 @@ def open_compiler(folder: pathlib.Path | None, config: ModelConfig | None, dtype
     sources = source_digest() if is_own and is_simple else None
     if sources is None or config is None:
         return Compiler()
+    if backends.is_hopper():
+        backends.load_runtime()
     store = None if folder is None else ExecutableStore(folder, identity_of(sources, config, dtype))
     return Compiler(store, open_pool(config, dtype))
 

@@ -16,6 +16,7 @@ import threading
 from typing import IO, Any, NamedTuple
 
 import jax
+import jax.export
 
 from pallas_kernels import backends
 from paxpage.config import ModelConfig
@@ -178,4 +179,8 @@ def _read_exactly(file: IO[bytes], num_bytes: int) -> bytes:
 def _lowered(module: bytes, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
     register_nodes()
     exported = jax.export.deserialize(bytearray(module))
-    return step.jit_forward(exported.call).lower(*step.abstract_arguments(model, shape))
+
+    def forward_flat(*arguments: Any) -> tuple[step.StepOutput, KVCache]:  # its name is the module's
+        return exported.call(*arguments)
+
+    return step.jit_forward(forward_flat).lower(*step.abstract_arguments(model, shape))

@@ -3,9 +3,12 @@
 Run by test_deviceless.py as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH and XLA told
 to dump into FOLDER: XLA reads its flags once, and the CUDA plugin must not be seen by the other tests.
 
-    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER
+    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER [sent]
+
+With "sent" another process lowers it, as a paxpage.engine.lowering.LoweringPool has it done.
 """
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -16,10 +19,12 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels import backends
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.executables import step_program
+from paxpage.engine.lowering import LoweringPool, Recipe
 from paxpage.models import registry
 from tests.gpu_code.h200 import target_config
 from tests.gpu_code.lowering import as_h200
@@ -32,7 +37,14 @@ def llama8b(num_layers: int) -> ModelConfig:
     return ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 4096, 14336, num_layers, 32, 8, 128, 8192, rope_theta=5e5)
 
 
-def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Compiled, int]:
+class PoolForH200(LoweringPool):
+    """Its process believes that the device is an H200."""
+
+    def _recipe(self, model: step.StepModel, shape: StepShape) -> Recipe:
+        return super()._recipe(model, shape)._replace(platform="cuda", device_kind="NVIDIA H200")
+
+
+def compile_for_h200(num_layers: int, shape: StepShape, *, is_sent: bool) -> tuple[jax.stages.Compiled, int]:
     """The compiled step, and the bytes of its cache."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
@@ -43,8 +55,13 @@ def compile_for_h200(num_layers: int, shape: StepShape) -> tuple[jax.stages.Comp
     graphdef, params = registry.split(model)
     cache = kv_cache.abstract_cache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, "bfloat16")
     step_model = step.StepModel(graphdef, *place((params, cache)), MAX_ROWS, VOCAB_SIZE)
-    with as_h200():
-        compiled = step_program(step_model, shape).compile()
+    if is_sent:
+        backends.load_runtime()
+        with contextlib.closing(PoolForH200(llama8b(num_layers), "bfloat16", 1)) as pool:
+            compiled = step_program(step_model, shape, pool).compile()
+    else:
+        with as_h200():
+            compiled = step_program(step_model, shape).compile()
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
@@ -58,7 +75,7 @@ def main() -> None:
     """Command line."""
     num_layers, num_tokens, num_rows, max_pieces = map(int, sys.argv[1:5])
     shape = StepShape(num_tokens, num_rows, BLOCKS_PER_ROW, max_pieces)
-    compiled, cache_bytes = compile_for_h200(num_layers, shape)
+    compiled, cache_bytes = compile_for_h200(num_layers, shape, is_sent="sent" in sys.argv[6:])
     stats = compiled.memory_analysis()
     assert stats is not None
     before, after = (thunks(sys.argv[5], f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))

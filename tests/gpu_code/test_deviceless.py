@@ -18,12 +18,12 @@ KERNELS_PER_LAYER = {"decode": 12, "mixed": 11, "shared": 13}
 SHAPES = {"decode": (32, 32, 0), "mixed": (512, 256, MAX_PIECES), "shared": (32, 32, MAX_PIECES)}
 
 
-def compile_step(num_layers: int, kind: str, folder: pathlib.Path) -> dict[str, int]:
+def compile_step(num_layers: int, kind: str, folder: pathlib.Path, *more: str) -> dict[str, int]:
     # A kernel of ours that spills registers fails the compilation.
     flags = f"--xla_dump_to={folder} --xla_gpu_fail_ptx_compilation_on_register_spilling=true"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{CUDA_WHEELS}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not dumped
-    sizes = map(str, (num_layers, *SHAPES[kind], folder))
+    sizes = map(str, (num_layers, *SHAPES[kind], folder, *more))
     command = [sys.executable, "-m", "tests.gpu_code.compile_step", *sizes]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,3 +58,12 @@ def test_kernels_per_layer_are_those_counted(compiled: tuple[str, dict[str, int]
 def test_one_command_buffer_holds_the_whole_step(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
     _, two, _ = compiled
     assert (two["num_command_buffers"], two["num_outside"]) == (1, 0), two
+
+
+@pytest.mark.parametrize("compiled", ["decode"], indirect=True)
+def test_what_another_process_lowered_compiles(
+    compiled: tuple[str, dict[str, int], dict[str, int]], tmp_path: pathlib.Path
+) -> None:
+    """To the same, and linked with what Mosaic's kernels need, though nothing was lowered where it is compiled."""
+    kind, two, _ = compiled
+    assert compile_step(2, kind, tmp_path, "sent") == two
