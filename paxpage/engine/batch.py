@@ -117,6 +117,13 @@ def pack(
     return packed
 
 
+def pack_nothing(shape: StepShape) -> np.ndarray:
+    """A packed array of padding alone, which touches no block but the null block."""
+    packed = np.zeros(shape.num_ints, np.int32)
+    unpack(packed, shape).row_order[:] = np.arange(shape.num_rows)
+    return packed
+
+
 def _pack_shared(packed: np.ndarray, shape: StepShape, shared: Sequence[np.ndarray] | None) -> np.ndarray:
     """Writes shared prefixes, padded with zeros. Returns how many keys each row has in them."""
     fields = unpack_shared(packed, shape)

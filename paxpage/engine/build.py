@@ -86,6 +86,7 @@ def build_engine(
         runner.warm_up(show_progress=show_progress)
         allocating.result()
         runner.set_params(loading.result().params)
+        runner.rehearse()
     engine = _make_engine(runner, config, limits, served.name, loading.result())
     runner.warm_up_behind()
     logger.info(start_up_line(engine))

@@ -34,6 +34,9 @@ SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 # Whether only the largest steps, in which every batch fits, are compiled before the first request. On a GPU all are:
 # compiling times kernels there, which wants a quiet device.
 STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
+# How often each step runs on padding before the first request: what a device does when a program runs first, such as
+# loading kernels and making a graph of them, is then over. A CPU has nothing of the kind to do.
+REHEARSALS = {"cpu": 0, "gpu": 2}
 # Rows for which there is no sampler, and none of what goes with it: a step of the next number costs the same there.
 UNSAMPLED_ROWS = {"cpu": (), "gpu": (4,)}
 
@@ -168,6 +171,7 @@ class ModelRunner:
         self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules, MAX_SHARING_TOKENS)
         self._sampler_variants = SAMPLER_VARIANTS[platform]
         self._sampled_shapes = sampled_shapes(shapes, platform)
+        self._num_rehearsals = REHEARSALS[platform]
         self._starts_with_largest = STARTS_WITH_LARGEST[platform]
         self._compiled = Programs()
         self._previous: jax.Array | None = None  # the tokens of the last step launched
@@ -211,6 +215,23 @@ class ModelRunner:
         jobs = self._usual_jobs()
         first = {key: jobs[key] for key in jobs if self._is_first(key)}
         self._compiled.compile(first, show_progress=show_progress)
+
+    def rehearse(self) -> None:
+        """Runs every step that is compiled on padding: first requests then do not wait for what only a first run does.
+
+        After reset(), warm_up() and set_params(), and before any request.
+        """
+        for shape in filter(self._compiled.has, self.shapes * self._num_rehearsals):
+            output, has_buffer = self._forward(shape, batches.pack_nothing(shape))
+            if has_buffer:
+                self._logits[shape.num_rows] = output.logits
+        jax.block_until_ready(self.cache)
+
+    def _forward(self, shape: StepShape, packed: np.ndarray) -> tuple[step.StepOutput, bool]:
+        """Starts a step. Also, whether its logits lie where the next ones of as many rows may: then keep them."""
+        logits = self._logits.pop(shape.num_rows, None)
+        output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
+        return output, logits is not None
 
     def warm_up_behind(self) -> None:
         """Leaves everything else to threads, what one small request takes first: see warmed_up. Does not wait."""
@@ -296,10 +317,9 @@ class ModelRunner:
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
             self.cache = self._compiled[COPY](self.cache, pairs)
-        logits = self._logits.pop(shape.num_rows, None)
-        output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
+        output, has_buffer = self._forward(shape, packed)
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
-        return Started(batch, output, scored, has_sampler, logits is not None)
+        return Started(batch, output, scored, has_sampler, has_buffer)
 
     def draw(self, started: Started, masks: np.ndarray | None = None) -> Launched:
         """The second half: the tokens. masks: uint32 [num_rows, num_mask_words], as engine.grammars makes them."""

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 MAX_CANDIDATES = 8  # newest blocks with the same parent and first token that a beginning is compared with
 
 
@@ -44,6 +46,34 @@ def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> I
     for start in range(0, len(data) - num_bytes + 1, num_bytes):
         parent = hashlib.sha256(parent + data[start : start + num_bytes]).digest()
         yield parent
+
+
+class PromptHasher:
+    """block_digests of whole prompts. What a prompt has in common with the last one is not hashed again, since many
+    begin with the same thousands of tokens. Any thread may use it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._last: tuple[bytes, array[int], list[bytes]] = (b"", array("I"), [])
+
+    def digests(self, root: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        """Of the full blocks of a prompt whose salt has this root digest."""
+        data = array("I", token_ids)
+        last_root, last_data, last_digests = self._last
+        known = last_digests[: _num_equal(data, last_data) // self._block_size] if root == last_root else []
+        rest = data[len(known) * self._block_size :]
+        digests = [*known, *block_digests(known[-1] if known else root, rest, self._block_size)]
+        self._last = root, data, digests
+        return digests
+
+
+def _num_equal(first: "array[int]", second: "array[int]") -> int:
+    """num_common of arrays of numbers, by numpy."""
+    length = min(len(first), len(second))
+    a, b = (np.frombuffer(each, np.uintc, length) if length else np.empty(0) for each in (first, second))
+    differing = np.flatnonzero(a != b)
+    return int(differing[0]) if len(differing) else length
 
 
 class PrefixCache:

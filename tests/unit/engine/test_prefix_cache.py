@@ -4,15 +4,18 @@ import hashlib
 import itertools
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 
+from paxpage.engine import prefix_cache
 from paxpage.engine.prefix_cache import (
     MAX_CANDIDATES,
     CachedBlock,
     Closest,
     PrefixCache,
+    PromptHasher,
     block_digests,
     num_common,
     root_digest,
@@ -252,3 +255,31 @@ def test_digests_take_time_in_proportion_to_the_tokens() -> None:
         last = next(itertools.islice(block_digests(ROOT, list(range(160_000)), 16), 9_999, None))
         took_s = time.process_time() - start_s
     assert len(last) == 32 and took_s < 1, took_s
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_hasher_of_prompts_gives_what_hashing_each_gives(block_size: int) -> None:
+    hasher, roots = PromptHasher(block_size), [root_digest(salt) for salt in (None, "a")]
+    rng = np.random.default_rng(block_size)
+    base = rng.integers(0, 2**31, 70).tolist()
+    for _ in range(300):
+        kept = int(rng.integers(0, 71))
+        prompt = base[:kept] + rng.integers(0, 2**31, int(rng.integers(0, 40))).tolist()
+        root = roots[int(rng.integers(0, 2))]
+        assert hasher.digests(root, prompt) == list(block_digests(root, prompt, block_size))
+        if rng.random() < 0.3:
+            base = (prompt + base)[:70]
+
+
+def test_what_two_prompts_have_in_common_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasher, hashed = PromptHasher(16), []
+
+    def count(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+        hashed.append(len(token_ids))
+        return block_digests(parent, token_ids, block_size)
+
+    monkeypatch.setattr(prefix_cache, "block_digests", count)
+    for last in (1, 2):
+        hasher.digests(ROOT, [*range(160), last])
+    hasher.digests(root_digest("other"), [*range(160), 2])
+    assert hashed == [161, 1, 161]
