@@ -96,9 +96,9 @@ def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
     """What becomes of calls of tools, from the flags and what the model's tokenizer shows."""
     template = options.chat_template or getattr(tokenizer, "chat_template", None)
     tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special_tokens = [token.content for token in tokens if token.special]
+    added_tokens = {token.content: token.special for token in tokens}
     is_enabled = options.enable_auto_tool_choice is not False
-    return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
+    return choose_policy(options.tool_call_parser, is_enabled, template, added_tokens)
 
 
 def exposure_warning(host: str, api_key: str | None) -> str | None:
