@@ -40,7 +40,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         served_model_name=next(iter(options.served_names), None),
         show_progress=options.log_format == "text",
     )
-    lifecycle = Lifecycle()
+    lifecycle = Lifecycle(options.shutdown_timeout)
     context = make_context(options, engine, lifecycle)
     app = create_app(context, api_key=options.api_key)
     gc.freeze()

@@ -17,6 +17,7 @@ from paxpage.server.launch import tool_policy
 from paxpage.server.protocol import ChatCompletionRequest, parse_body
 from paxpage.server.tool_calls import FORMATS, ToolCallParser, read_whole
 from tests.helpers.fixtures import unchecked_types
+from tests.server.parrot import SCRIPTS
 from tests.server.process import ServerProcess
 from tests.server.test_openai_client import Result, streamed_result, whole_result
 from tests.server.tiny import VOCAB_SIZE, make_tokenizer
@@ -111,9 +112,9 @@ def test_tags_that_are_tokens_are_asked_for_by_name_and_shown() -> None:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    """The end of sequence comes as soon as it may, unless told."""
+    """It ends as soon as it may, unless told; a piece of the model's that ends a call and begins the next is banned."""
     given: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "temperature": 1.0, "seed": 3, **options}
-    given = {"logit_bias": {"1": 100}, **given}
+    given = {"logit_bias": {"1": 100}, "extra_body": {"bad_words": [SCRIPTS["B"][1]]}, **given}
     messages: Any = [{"role": "user", "content": "What about A"}]
     return client.chat.completions.create(model="PARROT", messages=messages, **given)
 
