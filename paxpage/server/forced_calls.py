@@ -9,6 +9,7 @@ from paxpage.engine.structured_outputs import WHITE_SPACE, StructuredOutputsPara
 from paxpage.server.tool_calls import CallFormat
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+OPEN = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")  # say more on an object's keys
 SPACE = r"/[ \n]{0,2}/"  # where models put a line's end or nothing
 
 
@@ -23,7 +24,8 @@ def forced_calls(
     """What the output of an answer must match that calls one of tools; several times if it likes, unless is_one.
 
     tools: in OpenAI's form; name: of the only one to call. Arguments follow a tool's parameters; a tool without them
-    takes none. marks: of the format's opening and closing, those that are tokens of their own.
+    takes none; one that lists properties, and says nothing of others, takes no others. marks: of the format's opening
+    and closing, those that are tokens of their own.
 
     Raises:
         ValueError: the parameters of a tool are no schema of an object, or all together are too long.
@@ -50,11 +52,12 @@ def _object(index: int, function: Mapping[str, Any], arguments: str) -> str:
 
 
 def _of_object(field: str, schema: Any) -> Mapping[str, Any]:
-    """A schema, which may have left out that what it describes is an object."""
+    """A schema, which may have left out that what it describes is an object, and has the keys that are listed."""
     kind = schema.get("type", "object") if isinstance(schema, dict) else None
     is_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
     require(is_object, field, schema, 'a JSON schema of type "object", when tool_choice forces a call')
-    return {**schema, "type": "object"}
+    is_closed = "properties" in schema and not any(key in schema for key in OPEN)
+    return {**schema, "type": "object", **({"additionalProperties": False} if is_closed else {})}
 
 
 def _mark(text: str, marks: Collection[str]) -> str:

@@ -34,10 +34,15 @@ WEATHER = {
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "unit": {"$ref": "#/$defs/unit"}},
     "description": 'a // b ::= "c"\n',
     "required": ["city", "unit"],
-    "additionalProperties": False,
 }
 HARD_NAME = 'q"\\世// x'
-TOOLS: list[Any] = [tool("weather", parameters=WEATHER), tool(HARD_NAME), tool("any", parameters={})]
+OPEN = {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+TOOLS: list[Any] = [
+    tool("weather", parameters=WEATHER),
+    tool(HARD_NAME),
+    tool("any", parameters={}),
+    tool("open", parameters=OPEN),
+]
 ROME = ("weather", {"city": "Rome", "unit": "F"})
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
@@ -71,6 +76,8 @@ def test_a_grammar_lets_calls_through_and_nothing_else(form: str, is_special: bo
             ([(HARD_NAME, {"a": 1})], False),
             ([("weather", {"city": "Rome"})], False),
             ([("weather", {"city": "Paris", "unit": "F"})], False),
+            ([("weather", {"city": "Rome", "unit": "F", "other": 1})], False),
+            ([("open", {"a": 1, "b": 2})], True),
             ([("other", {})], False),
             ([("any", 5)], False),
             ([], False),
@@ -81,7 +88,7 @@ def test_a_grammar_lets_calls_through_and_nothing_else(form: str, is_special: bo
                 matcher, ids = grammar._matcher.deep_copy(), tokenizer.encode(text, add_special_tokens=False)
                 is_whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
                 assert is_whole is is_right, text
-                content, found = read_whole(ToolCallParser(FORMATS[form], ["weather", HARD_NAME, "any"]), text)
+                content, found = read_whole(ToolCallParser(FORMATS[form], ["weather", HARD_NAME, "any", "open"]), text)
                 if is_right:
                     assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (None, calls)
         assert not grammar._matcher.is_accepting()
