@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paxpage.config import VERSION
+
 if TYPE_CHECKING:
     from paxpage.config import EngineConfig, ModelConfig
     from paxpage.engine.llm import LLM
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
     from paxpage.engine.structured_outputs import StructuredOutputsParams
     from paxpage.outputs import CompletionOutput, Logprob, RequestOutput
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "CompletionOutput",

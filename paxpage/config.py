@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+VERSION = "0.1.0"  # as in pyproject.toml
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64, 128)

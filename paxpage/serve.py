@@ -15,7 +15,7 @@ from paxpage.command_line import Flag
 from paxpage.config import EngineConfig, require
 from paxpage.server.listen import allow_many_connections, bind
 from paxpage.server.logs import set_up_logging
-from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
+from paxpage.server.options import API_KEY_VARIABLE, SHUTDOWN_TIMEOUT_S, ServeOptions
 from paxpage.server.signals import SignalWatcher, end_process
 
 PROGRAM = "paxpage.serve"
@@ -62,6 +62,7 @@ FLAGS_BY_GROUP = {
         Flag("api_key", str, None, f"asked of every client; better given in ${API_KEY_VARIABLE}"),
         Flag("log_format", str, "text", "text, or json: an object a line"),
         Flag("max_logprobs", int, 20, "log-probabilities a token that a request may ask for"),
+        Flag("shutdown_timeout", int, SHUTDOWN_TIMEOUT_S, "seconds that running requests may take after SIGTERM"),
         Flag("compilation_cache_dir", str, None, "where compiled steps are kept; your cache folder if not given"),
     ),
 }

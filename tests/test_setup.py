@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import paxpage
 from paxpage.config import require_int
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,10 @@ def _imported_roots(path: Path) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield (node.module or "").partition(".")[0]
+
+
+def test_the_version_is_said_once_more_and_the_same() -> None:
+    assert paxpage.__version__ == PROJECT["version"]
 
 
 def test_constraints_are_plain_pins() -> None:

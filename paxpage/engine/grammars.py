@@ -20,7 +20,7 @@ from paxpage.config import require
 from paxpage.engine.batch import num_mask_words
 from paxpage.engine.request import FinishReason, Request, RequestStatus
 from paxpage.engine.scheduler import ScheduledRow
-from paxpage.engine.structured_outputs import GrammarSource, StructuredOutputsParams
+from paxpage.engine.structured_outputs import WHITE_SPACE, GrammarSource, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ NUM_COMPILE_THREADS = 2
 MAX_KEPT_GRAMMARS = 64
 MAX_LEXER_STATES = 20_000  # of one sample, 1 to 2 KiB each; a schema of 45 properties does with 2,000
 MAX_MESSAGE_CHARS = 300
-# Without a bound models, small ones above all, may go on with white space for ever.
-WHITE_SPACE = r"[ \t\r\n]{1,40}"
 ALL_ALLOWED = 2**32 - 1
 MISSING = "nothing: llguidance is not installed (pip install 'paxpage[structured]')"
 

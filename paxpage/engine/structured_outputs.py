@@ -9,6 +9,8 @@ from paxpage.config import require, require_unicode
 
 MAX_GRAMMAR_CHARS = 128 * 1024  # of a schema, a regex, a grammar, or all choices together
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Between tokens of JSON. Without a bound models, small ones above all, may go on with white space for ever.
+WHITE_SPACE = r"[ \t\r\n]{1,40}"
 ANY_OBJECT = '{"type": "object"}'
 
 

@@ -7,7 +7,6 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paxpage.config import VERSION
 from paxpage.server.chat import create_chat_completion
 from paxpage.server.completions import create_completion
 from paxpage.server.debug import explain_cache
@@ -109,20 +109,12 @@ async def get_health(context: ServerContext, request: Request) -> Response:
 
 async def get_version(request: Request) -> Response:
     """The version of paxpage."""
-    return JSONResponse({"version": own_version()})
+    return JSONResponse({"version": VERSION})
 
 
 async def get_description(has_key: bool, request: Request) -> Response:
     """The API in OpenAPI's words."""
-    return JSONResponse(describe_api(own_version(), has_key))
-
-
-def own_version() -> str:
-    """The version of paxpage, where it is installed."""
-    try:
-        return version("paxpage")
-    except PackageNotFoundError:
-        return "not installed"  # run from a source folder
+    return JSONResponse(describe_api(VERSION, has_key))
 
 
 async def get_metrics(context: ServerContext, request: Request) -> Response:

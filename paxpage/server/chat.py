@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from paxpage.config import require
 from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.structured_outputs import StructuredOutputsParams
 from paxpage.outputs import CompletionDelta, CompletionOutput, RequestOutput, TokenLogprobs
 from paxpage.prompts import render_chat
 from paxpage.server.async_engine import Prepared
+from paxpage.server.forced_calls import forced_calls
 from paxpage.server.generation import (
     AnswerHead,
     ServerContext,
@@ -41,7 +42,7 @@ from paxpage.server.responses import (
     ToolCallDelta,
     ToolCallItem,
 )
-from paxpage.server.tool_calls import Part, ToolCall, ToolCallParser, read_whole
+from paxpage.server.tool_calls import Part, ToolCall, ToolCallParser, ToolPolicy, read_whole
 
 ParserMaker = Callable[[], ToolCallParser]
 
@@ -68,8 +69,7 @@ def parser_maker(context: ServerContext, request: ChatCompletionRequest) -> Pars
     call_format = context.tool_policy.call_format
     if call_format is None or not request.tool_names:
         return None
-    max_calls = 1 if request.parallel_tool_calls is False else None
-    return functools.partial(ToolCallParser, call_format, request.tool_names, max_calls)
+    return functools.partial(ToolCallParser, call_format, request.tool_names, request.max_calls)
 
 
 def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_id: str) -> list[Prepared]:
@@ -102,11 +102,21 @@ def params_for_tools(context: ServerContext, request: ChatCompletionRequest, par
     if not request.tool_names:
         return params
     context.tool_policy.require_parser()
-    # A call that must come has to be a grammar of structured_outputs, given to params here.
-    needs = "none or auto: a forced call needs structured_outputs, which is not supported with tools yet"
-    require(not request.forces_call, "tool_choice", request.tool_choice, needs)
-    is_hidden = context.tool_policy.is_opening_special and request.skip_special_tokens is None
+    if request.forces_call:
+        params = dataclasses.replace(params, structured_outputs=grammar_of_calls(context.tool_policy, request))
+    is_hidden = request.forces_call or request.skip_special_tokens is None  # of a forced call nothing else is shown
+    is_hidden = is_hidden and context.tool_policy.is_opening_special
     return dataclasses.replace(params, skip_special_tokens=False) if is_hidden else params
+
+
+def grammar_of_calls(policy: ToolPolicy, request: ChatCompletionRequest) -> StructuredOutputsParams:
+    """What the answer to a request that forces a call must match. ValueError if it cannot be said."""
+    call_format = policy.call_format
+    if call_format is None:
+        allowed = "none or auto, since this server parses no calls (tool_call_parser is none)"
+        raise ValueError(f"tool_choice is {request.tool_choice!r}; allowed: {allowed}")
+    name = request.tool_choice["function"]["name"] if request.names_call else None
+    return forced_calls(request.tools or [], call_format, policy.marks, name=name, is_one=request.max_calls == 1)
 
 
 def whole_chat(
@@ -142,7 +152,7 @@ def _whole_choice(
         index=sample.index,
         message=AssistantMessage(role="assistant", content=content, **items),
         logprobs=_logprobs(request, sample.logprobs, formatter),
-        finish_reason=_finish_reason(sample.finish_reason, bool(calls)),
+        finish_reason=_finish_reason(request, sample.finish_reason, has_calls=bool(calls)),
         stop_reason=sample.stop_reason,
         **ids,
     )
@@ -157,9 +167,12 @@ def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex}"
 
 
-def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    """An answer with calls that came to its own end waits for their results; one that was cut says so."""
-    return "tool_calls" if has_calls and reason == "stop" else reason
+def _finish_reason(request: ChatCompletionRequest, reason: str | None, *, has_calls: bool) -> str | None:
+    """An answer with calls that came to its own end waits for their results; one that was cut says so.
+
+    Where the client named the function, OpenAI's API says "stop".
+    """
+    return "tool_calls" if has_calls and reason == "stop" and not request.names_call else reason
 
 
 def _logprobs(
@@ -249,11 +262,12 @@ class ChatChunks:
 
     def _finish_chunk(self, delta: CompletionDelta) -> ResponseModel:
         parser = self._parsers.get(delta.index)
+        has_calls = parser is not None and parser.num_calls > 0
         choice = ChatChunkChoice(
             index=delta.index,
             delta=Delta(),
             logprobs=None,
-            finish_reason=_finish_reason(delta.finish_reason, parser is not None and parser.num_calls > 0),
+            finish_reason=_finish_reason(self._request, delta.finish_reason, has_calls=has_calls),
             stop_reason=delta.stop_reason,
         )
         return self._chunk(choice, {})

@@ -112,8 +112,10 @@ async def open_stream(
         prepared = await context.async_engine.prepare(prepare)
     except ValueError as error:
         refused = from_value_error(error, type(request).model_fields)
-        if refused.param == "structured_outputs" and request.response_format is not None:
-            refused.param = "response_format"  # the client's name for it
+        if refused.param == "structured_outputs":
+            refused.param = request.constraint_field
+        if refused.param == "tools":  # the grammar was not the client's
+            refused.message = refused.message.replace("structured_outputs.grammar", "tools")
         raise refused from None
     return prepared, context.async_engine.open(prepared, arrival_time_s)
 

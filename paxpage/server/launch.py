@@ -40,7 +40,7 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         served_model_name=next(iter(options.served_names), None),
         show_progress=options.log_format == "text",
     )
-    lifecycle = Lifecycle()
+    lifecycle = Lifecycle(options.shutdown_timeout)
     context = make_context(options, engine, lifecycle)
     app = create_app(context, api_key=options.api_key)
     gc.freeze()
@@ -96,9 +96,9 @@ def tool_policy(options: ServeOptions, tokenizer: Any) -> ToolPolicy:
     """What becomes of calls of tools, from the flags and what the model's tokenizer shows."""
     template = options.chat_template or getattr(tokenizer, "chat_template", None)
     tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special_tokens = [token.content for token in tokens if token.special]
+    added_tokens = {token.content: token.special for token in tokens}
     is_enabled = options.enable_auto_tool_choice is not False
-    return choose_policy(options.tool_call_parser, is_enabled, template, special_tokens)
+    return choose_policy(options.tool_call_parser, is_enabled, template, added_tokens)
 
 
 def exposure_warning(host: str, api_key: str | None) -> str | None:

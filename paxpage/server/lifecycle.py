@@ -12,8 +12,7 @@ from starlette.types import ASGIApp
 from paxpage.server.async_engine import AsyncEngine
 from paxpage.server.signals import SignalWatcher
 
-DRAIN_S = 4.0  # what runs may go on for so long after the first signal; then it is aborted
-ABORT_S = 4.0  # and then every answer has so long to reach its client
+ABORT_S = 4.0  # after requests were aborted every answer has so long to reach its client
 DEAD_LINGER_S = 2.0  # so long /health says 503 before a dead engine ends the process
 KEEP_ALIVE_S = 30
 
@@ -21,14 +20,16 @@ KEEP_ALIVE_S = 30
 class Lifecycle:
     """Decides when a server ends, and with which exit code. Its methods belong to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, shutdown_timeout_s: int) -> None:
+        """shutdown_timeout_s: what runs may go on for so long after the first signal."""
         self.exit_code = 0
+        self.shutdown_timeout_s = shutdown_timeout_s
         self.is_ending = asyncio.Event()
 
     def end(self, async_engine: AsyncEngine) -> None:
-        """Lets what runs go on for DRAIN_S, then aborts it; new requests are refused from now on."""
+        """Lets what runs go on for a while, then aborts it; new requests are refused from now on."""
         async_engine.refuse_new_requests()
-        asyncio.get_running_loop().call_later(DRAIN_S, async_engine.abort_all)
+        asyncio.get_running_loop().call_later(self.shutdown_timeout_s, async_engine.abort_all)
         self.is_ending.set()
 
     def end_dead(self) -> None:
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(DRAIN_S + ABORT_S),
+            timeout_graceful_shutdown=int(lifecycle.shutdown_timeout_s + ABORT_S),
         )
         super().__init__(config)
         self._lifecycle = lifecycle

@@ -7,6 +7,8 @@ from paxpage.config import EngineConfig, require, require_int
 API_KEY_VARIABLE = "PAXPAGE_API_KEY"
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOG_FORMATS = ("text", "json")
+SHUTDOWN_TIMEOUT_S = 4
+MAX_SHUTDOWN_TIMEOUT_S = 86_400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ServeOptions:
     port: int
     api_key: str | None
     log_format: str
+    shutdown_timeout: int
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -40,5 +43,6 @@ class ServeOptions:
         require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", self.tool_call_parser, parsers)
         require(self.log_format in LOG_FORMATS, "log_format", self.log_format, ", ".join(LOG_FORMATS))
         require_int("port", self.port, 0, 65535)
+        require_int("shutdown_timeout", self.shutdown_timeout, 0, MAX_SHUTDOWN_TIMEOUT_S)
         if self.max_num_queued_reqs is not None:
             require_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)

@@ -349,6 +349,11 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def constraint_field(self) -> str:
+        """The client's name for what the engine calls structured_outputs."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the most likely tokens to report besides the chosen one; None for no log-probabilities."""
         raise NotImplementedError
@@ -498,6 +503,13 @@ class ChatCompletionRequest(GenerationRequest):
         require(bool(names), "tool_choice", choice, "none or auto, when there are no tools")
         is_known = choice == "required" or choice["function"]["name"] in names
         require(is_known, "tool_choice", choice, f"one of the tools: {', '.join(names)}")
+        for field in ("structured_outputs", "response_format"):
+            require(getattr(self, field) is None, field, "given", "null when tool_choice forces a call")
+
+    @property
+    def constraint_field(self) -> str:
+        """As the base class's; a forced call is told by its tool."""
+        return "tools" if self.forces_call else super().constraint_field
 
     @property
     def num_logprobs(self) -> int | None:
@@ -516,13 +528,23 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def tool_names(self) -> list[str]:
-        """The names of the tools that the model may call."""
+        """The names of the tools that the model is told of."""
         return [tool["function"]["name"] for tool in self.tools_for_template or []]
 
     @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a call."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def names_call(self) -> bool:
+        """Whether the answer has to be one call of one tool."""
+        return isinstance(self.tool_choice, dict)
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls there may be in an answer; None for any number."""
+        return 1 if self.names_call or self.parallel_tool_calls is False else None
 
     def check_limits(self, max_logprobs: int) -> None:
         """Raises ValueError when more log-probabilities are asked for than the server gives."""

@@ -22,20 +22,22 @@ JSON_RUN = re.compile(r'[^"{}<;|\\]*')  # between strings and braces; the other 
 class CallFormat:
     """How a family of models writes its calls: a JSON object with a name and its arguments, after an opening.
 
-    closing: what may follow a call. separator: what may stand between a call and the next, which then needs no
-    opening. is_bare: whether an answer that begins with the object needs no opening either.
+    arguments: the key of its arguments, as the models write it; both keys are read. closing: what may follow a call.
+    separator: what may stand between a call and the next, which then needs no opening. is_bare: whether an answer that
+    begins with the object needs no opening either.
     """
 
     name: str
     opening: str
+    arguments: str
     closing: str | None = None
     separator: str | None = None
     is_bare: bool = False
 
 
 FORMATS = {
-    "hermes": CallFormat("hermes", "<tool_call>", closing="</tool_call>"),
-    "llama3_json": CallFormat("llama3_json", "<|python_tag|>", separator=";", is_bare=True),
+    "hermes": CallFormat("hermes", "<tool_call>", "arguments", closing="</tool_call>"),
+    "llama3_json": CallFormat("llama3_json", "<|python_tag|>", "parameters", separator=";", is_bare=True),
 }
 
 
@@ -56,12 +58,14 @@ class ToolPolicy:
 
     call_format: how they are recognised, or None. leaves_text: without a format, whether tools may be given
     nevertheless; the calls are then a part of the text. is_opening_special: whether the format's opening is a special
-    token, which is not shown in texts unless asked for.
+    token, which is not shown in texts unless asked for. marks: of the format's opening and closing, those that are
+    tokens of their own, special or not.
     """
 
     call_format: CallFormat | None
     leaves_text: bool = False
     is_opening_special: bool = False
+    marks: frozenset[str] = frozenset()
 
     def require_parser(self) -> None:
         """Raises ValueError where a request's tools would be of no use."""
@@ -75,18 +79,21 @@ class ToolPolicy:
 REFUSES_TOOLS = ToolPolicy(None)
 
 
-def choose_policy(parser: str, is_enabled: bool, template: Template, special_tokens: Collection[str]) -> ToolPolicy:
+def choose_policy(parser: str, is_enabled: bool, template: Template, added_tokens: Mapping[str, bool]) -> ToolPolicy:
     """The policy of a server.
 
     parser: a key of FORMATS, "none" (calls stay text) or "auto" (what the chat template makes plain). is_enabled:
-    whether tools may be given at all. special_tokens: of the tokenizer.
+    whether tools may be given at all. added_tokens: of the tokenizer, by text: whether each is a special one.
     """
     if not is_enabled:
         return REFUSES_TOOLS
     if parser == "none":
         return ToolPolicy(None, leaves_text=True)
     call_format = guess_format(template) if parser == "auto" else FORMATS[parser]
-    return ToolPolicy(call_format, is_opening_special=call_format is not None and call_format.opening in special_tokens)
+    if call_format is None:
+        return ToolPolicy(None)
+    marks = frozenset(mark for mark in (call_format.opening, call_format.closing or "") if mark in added_tokens)
+    return ToolPolicy(call_format, is_opening_special=added_tokens.get(call_format.opening, False), marks=marks)
 
 
 def guess_format(template: Template) -> CallFormat | None:

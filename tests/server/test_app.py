@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+import paxpage
 from paxpage.server.app import create_app
 from paxpage.server.async_engine import AsyncEngine
 from paxpage.server.generation import ServerContext, sampling_defaults
@@ -237,7 +238,8 @@ def test_models_version_health_and_metrics() -> None:
             card = {"id": "m", "object": "model", "created": 1, "owned_by": "paxpage", "max_model_len": 64}
             assert models == {"object": "list", "data": [card]}
             assert (await s.client.get("/v1/models/m")).json() == card
-            assert list((await s.client.get("/version")).json()) == ["version"]
+            assert (await s.client.get("/version")).json() == {"version": paxpage.__version__}
+            assert (await s.client.get("/openapi.json")).json()["info"]["version"] == paxpage.__version__
             assert (await s.client.get("/v1/models/other")).status_code == 404
             health = await s.client.get("/health")
             assert (health.status_code, health.content) == (200, b"")

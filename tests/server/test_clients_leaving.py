@@ -238,6 +238,24 @@ def test_sigterm_finishes_what_is_short_and_aborts_the_rest_with_an_event(own: S
     assert "Traceback" not in own.log()
 
 
+@pytest.mark.parametrize(("timeout_s", "max_tokens", "reason"), [(1, 8000, "abort"), (120, 2500, "length")])
+def test_the_flag_says_how_long_what_runs_may_go_on(
+    tiny_dir: Path, timeout_s: int, max_tokens: int, reason: str
+) -> None:
+    """2,500 tokens take longer than what is given without the flag, and 8,000 much longer than a second."""
+    with ServerProcess(f"--model={tiny_dir}", *SMALL, f"--shutdown_timeout={timeout_s}") as server:
+        server.wait_ready()
+        stream = server.stream("completions", {**LONG, "max_tokens": max_tokens})
+        next(stream)
+        start_s = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        *_, last, done = stream
+        assert (last["choices"][0]["finish_reason"], done) == (reason, "[DONE]")
+        assert server.process.wait(15) == 0
+        if reason == "abort":
+            assert timeout_s <= time.monotonic() - start_s < 4
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(own: ServerProcess, first: signal.Signals) -> None:
     own.wait_ready()

@@ -91,6 +91,21 @@ def test_a_stop_string_over_token_borders(smol: ServerProcess) -> None:
     assert (whole["text"], streamed, whole["finish_reason"]) == (text[:k], text[:k], "stop")
 
 
+# Case 13: characters cut between tokens, over HTTP; all 20 seeds, in the engine: tests/cases/test_case_13.py
+
+
+def test_hot_streams_join_to_the_whole_texts(smol: ServerProcess) -> None:
+    body = {"prompt": "Greetings in many scripts: ", "temperature": 1.5, "seed": 0, "max_tokens": 64, "n": 8}
+    whole = smol.complete(**body)["choices"]
+    texts, pieces = [""] * 8, 0
+    for event in list(smol.stream("completions", {**body, "ignore_eos": True}))[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+            pieces += 1
+    assert texts == [choice["text"] for choice in whole] and len(set(texts)) == 8
+    assert pieces < sum(len(choice["token_ids"]) for choice in whole)  # some were held back
+
+
 # Case 17: values; the rest of the case is in test_requests.py
 
 

@@ -13,7 +13,7 @@ from absl import flags
 
 from paxpage import serve
 from paxpage.config import EngineConfig
-from paxpage.server.lifecycle import ABORT_S, DRAIN_S
+from paxpage.server.lifecycle import ABORT_S
 from paxpage.server.listen import bind
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from tests.server.process import ROOT
@@ -43,6 +43,7 @@ def test_no_flags_means_the_defaults() -> None:
         port=8000,
         api_key=None,
         log_format="text",
+        shutdown_timeout=4,
     )
 
 
@@ -93,6 +94,8 @@ def test_flags_default_to_the_engine_s_defaults() -> None:
         ("--served_model_name=", "served_model_name is ''"),
         ("--max_logprobs=-2", "max_logprobs is -2"),
         ("--tool-call-parser=mistral", "tool_call_parser is 'mistral'; allowed: auto, hermes, llama3_json, none"),
+        ("--shutdown_timeout=-1", "shutdown_timeout is -1"),
+        ("--shutdown-timeout=1.5", "shutdown_timeout"),
         ("--log-format=xml", "log_format is 'xml'"),
         ("--chat_template=/nowhere", "chat_template is '/nowhere'"),
         ("--no-such-flag=1", "no_such_flag"),
@@ -190,7 +193,7 @@ def test_the_examples_of_deploy_start() -> None:
     (command,) = re.findall(r"^ExecStart=\S+ -m paxpage.serve (.*)$", unit, re.MULTILINE)
     assert options(command.replace("/etc/paxpage", str(ROOT / "deploy"))) == example
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    assert int(stop_s) > DRAIN_S + ABORT_S
+    assert int(stop_s) > example.shutdown_timeout + ABORT_S
     container = (ROOT / "deploy/Containerfile").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", container, re.MULTILINE)
     assert json.loads(entry)[:3] == ["python", "-m", "paxpage.serve"] and options(*json.loads(entry)[3:])

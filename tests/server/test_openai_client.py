@@ -131,14 +131,6 @@ def test_a_conversation_goes_on_with_the_result(client: openai.OpenAI, parrot: S
         assert prompt.endswith("<|assistant|>weather(Rome)Let me see.\n<|tool|>sunny E") and "weather|time|" in prompt
 
 
-@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "time"}}])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call_is_refused_by_name(client: openai.OpenAI, tool_choice: Any, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match="structured_outputs") as raised:
-        chat(client, "A", tools=TOOLS, tool_choice=tool_choice, stream=stream)
-    assert raised.value.param == "tool_choice"
-
-
 # The rest of the API
 
 

@@ -246,12 +246,12 @@ def test_the_format_is_told_from_the_template(template: Any, expected: str | Non
 
 
 def test_the_flags_decide() -> None:
-    assert choose_policy("hermes", True, None, ["<tool_call>"]).is_opening_special
-    assert choose_policy("llama3_json", True, HERMES_TEMPLATE, []).call_format == FORMATS["llama3_json"]
-    choose_policy("none", True, HERMES_TEMPLATE, []).require_parser()
+    assert choose_policy("hermes", True, None, {"<tool_call>": True}).is_opening_special
+    assert choose_policy("llama3_json", True, HERMES_TEMPLATE, {}).call_format == FORMATS["llama3_json"]
+    choose_policy("none", True, HERMES_TEMPLATE, {}).require_parser()
     for parser, is_enabled in (("auto", True), ("hermes", False), ("none", False)):
         with pytest.raises(ValueError, match=r"tools is 'given'.*tool_call_parser"):
-            choose_policy(parser, is_enabled, None, []).require_parser()
+            choose_policy(parser, is_enabled, None, {}).require_parser()
 
 
 def test_an_opening_that_is_a_special_token_is_shown() -> None:

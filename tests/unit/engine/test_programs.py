@@ -216,28 +216,34 @@ def test_plain_requests_wait_for_nothing(shelf: Shelf, monkeypatch: pytest.Monke
     assert not any(thread.name == "compile" for thread in threading.enumerate())
 
 
+FIRST_SIZES = [(1, 1), (12, 12), (64, 12), (300, 12)]
+LATER_SIZES = [(8, 8), (256, 12)]
+
+
 def test_larger_steps_serve_until_smaller_ones_are_compiled(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """On a CPU, where ready means that the largest are there."""
+    """On a CPU, where ready means that the largest are there, and what one small request takes."""
     compile_shape, taken = ModelRunner._compile, []
 
     def compile_or_wait(self: ModelRunner, shape: StepShape) -> jax.stages.Compiled:
-        assert shape[:2] in ((4, 4), (80, 4)) or gate.opened.wait(TIMEOUT_S)
+        assert shape[:2] in FIRST_SIZES or gate.opened.wait(TIMEOUT_S)
         taken.append(shape[:2])
         return compile_shape(self, shape)
 
     monkeypatch.setattr(ModelRunner, "_compile", compile_or_wait)
-    with LLM(str(shelf.tiny_folder), **LIMITS | {"max_num_seqs": 4, "max_num_batched_tokens": 80}) as llm:
-        assert sorted(taken) == [(4, 4), (80, 4)]
+    limits = LIMITS | {"max_num_seqs": 12, "max_num_batched_tokens": 300, "num_blocks": 40}
+    with LLM(str(shelf.tiny_folder), **limits, show_progress=False) as llm:
+        assert sorted(taken) == FIRST_SIZES
         params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
-        early = tokens(llm, [PROMPT], params)
+        early = tokens(llm, [PROMPT] + [PROMPT[i:] for i in range(1, 6)], params)
+        assert early[0] == tokens(llm, [PROMPT], params)[0]
         assert not llm.engine.runner.warmed_up.done()
         gate.opened.set()
         llm.engine.wait_until_warm()
-        assert sorted(taken) == [(1, 1), (4, 4), (64, 4), (80, 4)]
+        assert sorted(taken) == sorted(FIRST_SIZES + LATER_SIZES)
         llm.reset_prefix_cache()
-        assert tokens(llm, [PROMPT], params) == early
+        assert tokens(llm, [PROMPT] + [PROMPT[i:] for i in range(1, 6)], params) == early
 
 
 def test_an_engine_dies_of_a_program_that_cannot_be_compiled(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
