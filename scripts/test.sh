@@ -19,6 +19,7 @@ if [ $# -eq 0 ]; then
   "$venv_python" -m ruff format --check .
   "$venv_python" -m ruff check .
   "$venv_python" -m mypy
-  set -- -n "${PAXPAGE_TEST_PROCESSES:-2}" --dist loadfile
+  # tests/conftest.py has the slow files first; pytest-xdist would rather begin with those of many tests.
+  set -- -n "${PAXPAGE_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder
 fi
 exec "$venv_python" -m pytest "$@"

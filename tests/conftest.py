@@ -6,6 +6,7 @@ CPU, whatever the machine has). PAXPAGE_NO_TYPECHECK=1 leaves the run-time type 
 
 import os
 import sys
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -16,6 +17,32 @@ IS_GPU_RUN = os.environ.get("PAXPAGE_TEST_GPU") == "1"
 # An int passes for a float, as type checkers have it. jaxtyping takes the text of an expression.
 TYPE_CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 CACHE_BYTES = 2 * 2**30
+# Files of half a minute and more, longest first. Of two processes neither is then left alone with one at the end.
+SLOW_FILES = (
+    "kernels/test_paged_attention.py",
+    "server/test_clients_leaving.py",
+    "cases/test_case_33.py",
+    "bench/test_in_process.py",
+    "cases/test_case_13.py",
+    "gpu_code/test_deviceless.py",
+    "test_demo.py",
+    "server/test_failed_steps.py",
+    "server/test_faults.py",
+    "differential/test_smollm2.py",
+    "cases/test_case_09.py",
+    "kernels/test_cascade.py",
+    "kernels/test_mosaic_decode.py",
+    "server/test_requests.py",
+    "server/test_default_model.py",
+    "unit/engine/test_structured_llm.py",
+    "cases/test_case_01.py",
+    "cases/test_sameness.py",
+    "unit/engine/test_executables.py",
+    "kernels/test_mosaic_prefill.py",
+    "server/test_load.py",
+    "property/test_scheduler_machine.py",
+    "kernels/test_rms_norm.py",
+)
 
 
 def install_type_checks() -> None:
@@ -59,11 +86,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves GPU tests out of a CPU run."""
+    """Leaves GPU tests out of a CPU run, and puts slow files first."""
     gpu_items = [] if IS_GPU_RUN else [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         config.hook.pytest_deselected(items=gpu_items)
         items[:] = [item for item in items if item not in gpu_items]
+    places = {Path(__file__).parent / name: place for place, name in enumerate(SLOW_FILES)}
+    assert all(path.exists() for path in places), "SLOW_FILES names a file that is not there"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_report_header() -> str:
