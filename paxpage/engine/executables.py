@@ -78,7 +78,7 @@ def step_program(model: step.StepModel, shape: StepShape, pool: LoweringPool | N
     """The step function of one shape, lowered by a process of the pool if there is one."""
     name = repr(("step", shape, model.max_rows, model.vocab_size, model.backend))
     arguments = step.abstract_arguments(model, shape)
-    options = step.compiler_options(shape.num_tokens)
+    options = step.compiler_options(shape)
     if pool is None:
         return Program(name, arguments, lambda: step.trace_forward(model, shape).lower(), options)
     return Program(name, arguments, lambda: pool.lower(model, shape), options)

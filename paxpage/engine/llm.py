@@ -105,8 +105,9 @@ class LLM:
         each_prompt = _list_of_prompts(prompts)
         each_params = self._params_of_each(sampling_params, len(each_prompt))
         pairs = zip(each_prompt, each_params, strict=True)
-        requests = [self.engine.prepare(self._next_id(), *pair, is_streamed=False) for pair in pairs]
-        return self._run(requests, use_tqdm)
+        with without_old_garbage():
+            requests = [self.engine.prepare(self._next_id(), *pair, is_streamed=False) for pair in pairs]
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -195,7 +196,7 @@ class LLM:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
-            with without_old_garbage(), interrupts_between_steps() as let_interrupts_through:
+            with interrupts_between_steps() as let_interrupts_through:
                 try:
                     for request in requests:
                         self.engine.submit(request)

@@ -189,7 +189,9 @@ class SamplingParams:
         return self.has_penalties or has_lists
 
     def for_child(self, index: int) -> "SamplingParams":
-        """The options of sample number index of an n > 1 request."""
+        """The options of a request's sample number index."""
+        if self.n == 1:
+            return self
         seed = None if self.seed is None else _wrap_int64(self.seed + index)
         return dataclasses.replace(self, n=1, seed=seed, prompt_logprobs=self.prompt_logprobs if index == 0 else None)
 

@@ -24,6 +24,9 @@ COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
 # axis whose sum is a kernel of its own, are slower than cuBLAS (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a step).
 UNSPLIT_FROM, CUBLAS_FROM = 64, 128
+# Of mixed steps XLA is to make no CUDA graph. Their arrays lie elsewhere each time, and patching a graph takes the host
+# longer than launching its kernels one by one, which goes on while the first ones run (BUILD_NOTES.md, 2026-11-30).
+WITHOUT_GRAPH = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
 
 
 SCORED_PER_CALL = 32  # prompt tokens scored at a time: their logits are 16 MiB with a vocabulary of 128,000
@@ -236,9 +239,10 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
     return output.logits.shape[1]
 
 
-def compiler_options(num_tokens: int) -> dict[str, Any]:
-    """What XLA is told about a step of num_tokens tokens."""
-    options: dict[str, Any] = dict(COMPILER_OPTIONS)
+def compiler_options(shape: StepShape) -> dict[str, Any]:
+    """What XLA is told about a step."""
+    num_tokens = shape.num_tokens
+    options: dict[str, Any] = COMPILER_OPTIONS | ({} if shape.is_decode else WITHOUT_GRAPH)
     if num_tokens >= CUBLAS_FROM:
         options["xla_gpu_enable_triton_gemm"] = False
     elif num_tokens >= UNSPLIT_FROM:

@@ -1,11 +1,12 @@
-"""Compiles one step for an H200 on a machine without a GPU; prints what the compiler made of it as one JSON line.
+"""Compiles a step for an H200 on a machine without a GPU; prints what the compiler made of it as a line of JSON.
 
 Run by test_deviceless.py as a process of its own, with the CUDA wheels of `scripts/test.sh` on PYTHONPATH and XLA told
 to dump into FOLDER: XLA reads its flags once, and the CUDA plugin must not be seen by the other tests.
 
-    python -m tests.gpu_code.compile_step NUM_LAYERS NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER [sent]
+    python -m tests.gpu_code.compile_step NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER NUM_LAYERS[sent]...
 
-With "sent" another process lowers it, as a paxpage.engine.lowering.LoweringPool has it done.
+With several numbers of layers there are as many lines. One that is followed by "sent" is lowered by another process,
+as a paxpage.engine.lowering.LoweringPool has it done.
 """
 
 import contextlib
@@ -65,21 +66,22 @@ def compile_for_h200(num_layers: int, shape: StepShape, *, is_sent: bool) -> tup
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
-def thunks(folder: str, name: str) -> list[str]:
+def thunks(folder: pathlib.Path, name: str) -> list[str]:
     """Lines of a dumped thunk sequence: what the device is given to do, one entry a line, nested ones indented."""
-    (path,) = pathlib.Path(folder).glob(f"*jit_forward_flat.{name}.txt")
+    (path,) = folder.glob(f"*jit_forward_flat.{name}.txt")
     return [line for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
 
 
-def main() -> None:
-    """Command line."""
-    num_layers, num_tokens, num_rows, max_pieces = map(int, sys.argv[1:5])
-    shape = StepShape(num_tokens, num_rows, BLOCKS_PER_ROW, max_pieces)
-    compiled, cache_bytes = compile_for_h200(num_layers, shape, is_sent="sent" in sys.argv[6:])
+def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, int]:
+    """Compiles, and reads what was dumped; leaves the folder empty for the next one's dump."""
+    num_layers, is_sent = int(layers.removesuffix("sent")), layers.endswith("sent")
+    compiled, cache_bytes = compile_for_h200(num_layers, shape, is_sent=is_sent)
     stats = compiled.memory_analysis()
     assert stats is not None
-    before, after = (thunks(sys.argv[5], f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
-    result = {
+    before, after = (thunks(folder, f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
+    for path in folder.iterdir():
+        path.unlink()
+    return {
         "cache_bytes": cache_bytes,
         "alias_bytes": stats.alias_size_in_bytes,
         "temp_bytes": stats.temp_size_in_bytes,
@@ -87,7 +89,15 @@ def main() -> None:
         "num_command_buffers": sum("kCommandBuffer" in line for line in after),
         "num_outside": sum(not line.startswith(" ") and "kCommandBuffer" not in line for line in after),
     }
-    print(json.dumps(result))
+
+
+def main() -> None:
+    """Command line."""
+    shape_sizes, folder, all_layers = sys.argv[1:4], pathlib.Path(sys.argv[4]), sys.argv[5:]
+    num_tokens, num_rows, max_pieces = map(int, shape_sizes)
+    shape = StepShape(num_tokens, num_rows, BLOCKS_PER_ROW, max_pieces)
+    for layers in all_layers:
+        print(json.dumps(result_of(layers, shape, folder)))
 
 
 if __name__ == "__main__":
