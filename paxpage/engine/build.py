@@ -7,16 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import cascade
 from pallas_kernels.paged_attention.api import choose_backend
 from pallas_kernels.paged_attention.config import Geometry
-from paxpage.config import EngineConfig, SchedulerConfig, require
-from paxpage.engine import kv_cache, memory, step
+from paxpage.config import EngineConfig, ModelConfig, SchedulerConfig, require
+from paxpage.engine import executables, kv_cache, memory, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.compilation import programs_folder, use_persistent_cache
 from paxpage.engine.engine import Engine
-from paxpage.engine.executables import Compiler, open_compiler
+from paxpage.engine.executables import open_compiler
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
 # (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
 SAMPLING_ARRAYS = 10
+STEP_BYTES_MARGIN = 1.25
 
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
 
@@ -76,16 +78,22 @@ def build_engine(
     plan = _plan(config, limits, served)
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
     with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler):
-        compiler.expect(*_first_step(config, served, plan))
+        set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
+        if compiler.pool is not None:
+            coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params)
+            num_blocks = _num_blocks(config, limits, served, plan, set_aside + coming_bytes)
+            compiler.expect(*_largest_step(served, plan, config.block_size, num_blocks))
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        runner = _make_runner(config, limits, served, plan, compiler)
+        runner = _make_runner(config, served, plan, _num_blocks(config, limits, served, plan, set_aside))
+        runner.compiler = compiler
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
         allocating.result()
         runner.set_params(loading.result().params)
+        _check_temporaries(runner, set_aside)
         runner.rehearse()
     engine = _make_engine(runner, config, limits, served.name, loading.result())
     runner.warm_up_behind()
@@ -170,18 +178,22 @@ def _plan(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) ->
     return Plan(step_shapes(_platform(), *sizes, is_sharing=rules is not None), rules, dtype)
 
 
-def _make_runner(
-    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, plan: Plan, compiler: Compiler
-) -> ModelRunner:
+def _num_blocks(
+    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, plan: Plan, needed_bytes: int
+) -> int:
+    """As chosen, or as many as fit beside what is in use and needed_bytes. ValueError if requests do not fit."""
     num_blocks = config.num_blocks
     if num_blocks is None:
-        temporary_bytes = _temporary_bytes(config, served, plan, compiler)
         bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, plan.cache_dtype)
         most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
         share = config.gpu_memory_utilization
-        num_blocks = memory.num_blocks_that_fit(bytes_per_block, temporary_bytes, share, most_useful)
+        num_blocks = memory.num_blocks_that_fit(bytes_per_block, needed_bytes, share, most_useful)
     _fit(config, limits, num_blocks)
-    runner = ModelRunner(
+    return num_blocks
+
+
+def _make_runner(config: EngineConfig, served: ServedModel, plan: Plan, num_blocks: int) -> ModelRunner:
+    return ModelRunner(
         served.graphdef,
         served.abstract_params,
         kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, plan.cache_dtype),
@@ -191,8 +203,6 @@ def _make_runner(
         vocab_size=served.vocab_size,
         sharing_rules=plan.sharing_rules,
     )
-    runner.compiler = compiler
-    return runner
 
 
 def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seqs: int) -> cascade.Rules | None:
@@ -206,26 +216,48 @@ def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seq
     return cascade.rules_for(geometry) if is_possible else None
 
 
-def _first_step(config: EngineConfig, served: ServedModel, plan: Plan) -> tuple[step.StepModel, StepShape]:
-    """The largest step, with a cache of two blocks unless a size is given: what is compiled first."""
+def _largest_step(
+    served: ServedModel, plan: Plan, block_size: int, num_blocks: int
+) -> tuple[step.StepModel, StepShape]:
     shape = plan.shapes[-1]
-    cache = kv_cache.abstract_cache(served.spec, config.num_blocks or 2, config.block_size, plan.cache_dtype)
+    cache = kv_cache.abstract_cache(served.spec, num_blocks, block_size, plan.cache_dtype)
     vocab_size = served.vocab_size or step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
     return step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size), shape
 
 
-def _temporary_bytes(config: EngineConfig, served: ServedModel, plan: Plan, compiler: Compiler) -> int:
+def _temporary_bytes(served: ServedModel, plan: Plan, block_size: int) -> int:
     """What the largest step takes beside params and cache, or its sampling, and the logits kept between steps.
 
-    Asked of the compiler only where memory is bounded.
+    Of this package's models an estimate from above, which is checked once the steps are compiled; otherwise asked of
+    the compiler, which takes it as long as a step. Both only where memory is bounded.
     """
     if jax.local_devices()[0].memory_stats() is None:
         return 0
-    model, shape = _first_step(config, served, plan)
+    model, shape = _largest_step(served, plan, block_size, num_blocks=2)
     buffers = [step.logits_buffer_of(rows, model.vocab_size) for rows in {s.num_rows for s in plan.shapes}]
     kept_bytes = sum(buffer.size * buffer.dtype.itemsize for buffer in buffers if buffer is not None)
-    step_bytes = step.temporary_bytes(compiler.step(model, shape))
+    if served.config is not None:
+        step_bytes = step_bytes_at_most(served.config, served.dtype, shape)
+    else:
+        step_bytes = step.temporary_bytes(executables.step_program(model, shape).compile())
     return kept_bytes + max(step_bytes, sampling_bytes(shape.num_rows, model.vocab_size))
+
+
+def step_bytes_at_most(config: ModelConfig, dtype: str, shape: StepShape) -> int:
+    """More than a step of a model of paxpage.models takes beside params and cache: a layer's arrays, and the logits."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    per_token = 3 * config.intermediate_size + 4 * config.hidden_size + heads * config.head_dim
+    per_row = 2 * config.vocab_size * jnp.dtype("float32").itemsize
+    num_bytes = shape.num_tokens * per_token * jnp.dtype(dtype).itemsize + shape.num_rows * per_row
+    return int(STEP_BYTES_MARGIN * num_bytes)
+
+
+def _check_temporaries(runner: ModelRunner, set_aside: int) -> None:
+    """Says so if steps take more memory than was set aside for them."""
+    taken = max(map(step.analysed_bytes, runner.memory_analysis().values())) if set_aside else 0
+    if taken > set_aside:
+        message = "a step takes %d MiB beside weights and cache, and only %d MiB are set aside for it"
+        logger.warning(f"{message}: choose a smaller gpu_memory_utilization", taken >> 20, set_aside >> 20)
 
 
 def sampling_bytes(num_rows: int, vocab_size: int) -> int:

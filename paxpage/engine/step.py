@@ -271,6 +271,10 @@ def lower_copy(cache: KVCache) -> jax.stages.Lowered:
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     """Device memory that a compiled step takes beside params and cache: temporaries and other outputs."""
-    stats = compiled.memory_analysis()
+    return analysed_bytes(compiled.memory_analysis())
+
+
+def analysed_bytes(stats: Any) -> int:
+    """The same of what Compiled.memory_analysis() gives."""
     assert stats is not None, "this platform's compiler gives no memory analysis"
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

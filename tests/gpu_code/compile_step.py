@@ -24,6 +24,7 @@ from pallas_kernels import backends
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
+from paxpage.engine.build import step_bytes_at_most
 from paxpage.engine.executables import step_program
 from paxpage.engine.lowering import LoweringPool, Recipe
 from paxpage.models import registry
@@ -68,8 +69,9 @@ def compile_for_h200(num_layers: int, shape: StepShape, *, is_sent: bool) -> tup
 
 def thunks(folder: pathlib.Path, name: str) -> list[str]:
     """Lines of a dumped thunk sequence: what the device is given to do, one entry a line, nested ones indented."""
-    (path,) = folder.glob(f"*jit_forward_flat.{name}.txt")
-    return [line for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
+    paths = list(folder.glob(f"*jit_forward_flat.{name}.txt"))
+    assert len(paths) <= 1
+    return [line for path in paths for line in path.read_text().splitlines() if re.match(r"\s*\d+: k", line)]
 
 
 def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, int]:
@@ -78,13 +80,16 @@ def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, 
     compiled, cache_bytes = compile_for_h200(num_layers, shape, is_sent=is_sent)
     stats = compiled.memory_analysis()
     assert stats is not None
-    before, after = (thunks(folder, f"thunk_sequence{suffix}") for suffix in ("", "_after_thunk_passes"))
+    before = thunks(folder, "thunk_sequence")
+    after = thunks(folder, "thunk_sequence_after_thunk_passes") or before  # not dumped if it is the same
     for path in folder.iterdir():
         path.unlink()
     return {
         "cache_bytes": cache_bytes,
         "alias_bytes": stats.alias_size_in_bytes,
         "temp_bytes": stats.temp_size_in_bytes,
+        "step_bytes": step.temporary_bytes(compiled),
+        "step_bytes_at_most": step_bytes_at_most(llama8b(num_layers), "bfloat16", shape),
         "num_kernels": sum("kCopy " not in line for line in before),
         "num_command_buffers": sum("kCommandBuffer" in line for line in after),
         "num_outside": sum(not line.startswith(" ") and "kCommandBuffer" not in line for line in after),

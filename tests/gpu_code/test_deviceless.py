@@ -51,6 +51,11 @@ def test_no_hidden_copy_of_the_cache(compiled: tuple[str, dict[str, int], dict[s
     assert three["temp_bytes"] - two["temp_bytes"] < two["cache_bytes"] // 8, (two, three)
 
 
+def test_a_step_takes_no_more_memory_than_is_set_aside(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
+    for stats in compiled[1:]:
+        assert 0 < stats["step_bytes"] <= stats["step_bytes_at_most"], stats
+
+
 def test_kernels_per_layer_are_those_counted(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
     kind, two, three = compiled
     assert three["num_kernels"] - two["num_kernels"] == KERNELS_PER_LAYER[kind], (two, three)

@@ -145,5 +145,5 @@ def test_an_engine_whose_steps_other_processes_lower(
     monkeypatch.setattr(executables, "open_pool", open_pool)
     monkeypatch.setattr(lowering, "_ask", ask_and_keep)
     assert answers() == expected
-    assert len(modules) == 2 and messages(caplog) == []  # what a CPU compiles before it is ready
+    assert len(modules) == 3 and messages(caplog) == []  # what a CPU compiles before it is ready
     assert [pool._processes for pool in pools] == [[]]
