@@ -22,7 +22,8 @@ from paxpage.bench.results import ResultWriter, origin
 from paxpage.bench.timing import CALLS_PER_TURN, lower_loop, roof_of, seconds_of
 from paxpage.config import require
 
-NUM_CALLS = {"decode": 200, "prefill": 16}  # multiples of CALLS_PER_TURN
+NUM_CALLS = {"decode": 200, "prefill": 32}  # multiples of NUM_PER_TURN
+NUM_PER_TURN = {"decode": CALLS_PER_TURN, "prefill": 32}  # as many layers as Llama-3-8B's
 REPETITIONS = 5
 
 
@@ -85,7 +86,7 @@ def measure(problem: Problem, backend: str | None, bench: Bench) -> tuple[Timing
     """The time of a call, and the error."""
     arrays = make_arrays(problem, bench.dtype)
     num_calls = num_calls_of(problem, bench.scale)
-    loop = lower_loop(attend_with(problem, backend), arrays, num_calls).compile()
+    loop = lower_loop(attend_with(problem, backend), arrays, num_calls, num_per_turn(problem, bench.scale)).compile()
     time_s = seconds_of(loop, arrays, REPETITIONS) / num_calls
     num_bytes = attention_problems.num_bytes(problem, jnp.dtype(bench.dtype).itemsize)
     name = backend or chosen_backend(problem, bench.dtype)
@@ -96,6 +97,11 @@ def measure(problem: Problem, backend: str | None, bench: Bench) -> tuple[Timing
 def num_calls_of(problem: Problem, scale: str) -> int:
     """Calls in the loop that is timed."""
     return NUM_CALLS["decode" if problem.is_decode else "prefill"] if scale == "full" else CALLS_PER_TURN
+
+
+def num_per_turn(problem: Problem, scale: str) -> int:
+    """Calls in one turn of that loop."""
+    return NUM_PER_TURN["decode" if problem.is_decode else "prefill"] if scale == "full" else CALLS_PER_TURN
 
 
 def attend_with(problem: Problem, backend: str | None) -> Callable[..., jax.Array]:

@@ -19,7 +19,15 @@ from tqdm import tqdm
 from pallas_kernels.paged_attention.config import BLOCK_SIZES
 from paxpage.bench.attention_problems import Problem, make_arrays, make_tables, paging_problems
 from paxpage.bench.kernels import KernelOptions
-from paxpage.bench.kernels_run import REPETITIONS, attend_with, chosen, chosen_backend, num_calls_of, prepare
+from paxpage.bench.kernels_run import (
+    REPETITIONS,
+    attend_with,
+    chosen,
+    chosen_backend,
+    num_calls_of,
+    num_per_turn,
+    prepare,
+)
 from paxpage.bench.plots import PagingLine, plot_paging
 from paxpage.bench.results import ResultWriter, origin
 from paxpage.bench.timing import lower_loop, seconds_of
@@ -109,10 +117,10 @@ def begin(
     problem: Problem, backend: str | None, *, dtype: str, scale: str, twin: str, pool: ThreadPoolExecutor
 ) -> Work:
     """Lowers all loops of a problem, and has them compiled by the pool."""
-    num_calls = num_calls_of(problem, scale)
+    num_calls, per_turn = num_calls_of(problem, scale), num_per_turn(problem, scale)
 
     def compiling(attend: Callable[..., jax.Array], likes: Sequence[Any]) -> Compiling:
-        return pool.submit(lower_loop(attend, likes, num_calls).compile)
+        return pool.submit(lower_loop(attend, likes, num_calls, per_turn).compile)
 
     attend = attend_with(problem, backend)
     paged = {}

@@ -17,19 +17,22 @@ ROOF_SIZES = {"cpu": (1 << 27, 1024), "gpu": (1 << 32, 8192)}
 ROOF_REPETITIONS = 3
 
 
-def lower_loop(attend: Callable[..., jax.Array], arrays: Sequence[Any], num_calls: int) -> jax.stages.Lowered:
+def lower_loop(
+    attend: Callable[..., jax.Array], arrays: Sequence[Any], num_calls: int, calls_per_turn: int = CALLS_PER_TURN
+) -> jax.stages.Lowered:
     """num_calls calls in one loop, each fed the last one's output, ready to be compiled.
 
     arrays: attend's arguments, or jax.ShapeDtypeStructs in their place.
 
-    Several to a turn of the loop: XLA makes no CUDA graph of fewer than five, and the host would launch each.
+    Several to a turn of the loop: XLA makes no CUDA graph of fewer than five, and the host would launch each. What
+    depends on the rows alone is computed once a turn, as it is once for all layers of a model.
     """
 
     def turn(_: jax.Array, q: jax.Array, *rest: jax.Array) -> jax.Array:
-        return functools.reduce(lambda q, _: attend(q, *rest), range(CALLS_PER_TURN), q)
+        return functools.reduce(lambda q, _: attend(q, *rest), range(calls_per_turn), q)
 
     def loop(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, num_calls // CALLS_PER_TURN, lambda index, q: turn(index, q, *rest), q)
+        return jax.lax.fori_loop(0, num_calls // calls_per_turn, lambda index, q: turn(index, q, *rest), q)
 
     return jax.jit(loop).lower(*arrays)
 
