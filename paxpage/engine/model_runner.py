@@ -31,8 +31,8 @@ SHARING_BUCKETS = {"cpu": (), "gpu": (64, 128, 192, 256, 512)}
 MAX_SHARING_TOKENS = 512  # of a mixed step; longer ones are few, and most of their time goes into other tokens
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
-# Whether only the largest steps, in which every batch fits, and the smallest are compiled before the first request. On
-# a GPU all are: compiling times kernels there, which wants a quiet device.
+# Whether only the largest steps, in which every batch fits, and the smallest decode step are compiled before the first
+# request. On a GPU all are: compiling times kernels there, which wants a quiet device.
 STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
 # How often each step runs on padding before the first request: what a device does when a program runs first, such as
 # loading kernels and making a graph of them, is then over. A CPU has nothing of the kind to do.
@@ -236,7 +236,8 @@ class ModelRunner:
     def warm_up_behind(self) -> None:
         """Leaves everything else to threads, what one small request takes first: see warmed_up. Does not wait."""
         jobs = self._usual_jobs()
-        late = {key: jobs[key] for key in jobs if not self._is_first(key)}
+        mixed = next(shape for shape in self.shapes if not shape.is_decode)
+        late = {key: jobs[key] for key in (mixed, *jobs) if not self._is_first(key)}
         self._compiled.compile_behind(late | self._rare_jobs())
 
     def _usual_jobs(self) -> Jobs:
@@ -246,18 +247,14 @@ class ModelRunner:
         return {**steps, **copy, **self._sampler_jobs(has_logprobs=self._sampler_variants[0])}
 
     def _is_first(self, key: Any) -> bool:
-        """Whether the first request waits for it: everything, or the steps for batches of any size and the smallest."""
+        """Whether the first request waits for it: everything, or the steps for batches of any size, and what one
+        request decodes with."""
         if key == COPY or not self._starts_with_largest:
             return True
+        rows = (self.max_rows, self.shapes[0].num_rows)
         if not isinstance(key, StepShape):
-            return key[0] in (self.max_rows, *(shape.num_rows for shape in self._smallest_shapes))
-        is_largest = key.num_rows == self.max_rows and (key.is_decode or key == self.shapes[-1])
-        return is_largest or key in self._smallest_shapes
-
-    @property
-    def _smallest_shapes(self) -> tuple[StepShape, StepShape]:
-        """What one small request takes: a decode shape and a mixed one."""
-        return self.shapes[0], next(shape for shape in self.shapes if not shape.is_decode)
+            return key[0] in rows
+        return (key.is_decode and key.num_rows in rows) or key == self.shapes[-1]
 
     def _usable_shapes(self, *, has_sampler: bool) -> Sequence[StepShape]:
         """For a batch that needs a sampler or none; until everything is compiled, those that are."""

@@ -216,14 +216,14 @@ def test_plain_requests_wait_for_nothing(shelf: Shelf, monkeypatch: pytest.Monke
     assert not any(thread.name == "compile" for thread in threading.enumerate())
 
 
-FIRST_SIZES = [(1, 1), (12, 12), (64, 12), (300, 12)]
-LATER_SIZES = [(8, 8), (256, 12)]
+FIRST_SIZES = [(1, 1), (12, 12), (300, 12)]
+LATER_SIZES = [(8, 8), (64, 12), (256, 12)]
 
 
 def test_larger_steps_serve_until_smaller_ones_are_compiled(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """On a CPU, where ready means that the largest are there, and what one small request takes."""
+    """On a CPU, where ready means that the largest are there, and what one request decodes with."""
     compile_shape, taken = ModelRunner._compile, []
 
     def compile_or_wait(self: ModelRunner, shape: StepShape) -> jax.stages.Compiled:
