@@ -28,8 +28,13 @@ def device_kind() -> str:
 def is_hopper() -> bool:
     """Whether that device is an NVIDIA GPU of compute capability 9.0, for which there are kernels of their own."""
     if jax.sharding.get_abstract_mesh().abstract_device is not None:
-        return any(kind in device_kind().split() for kind in HOPPER_KINDS)
+        return has_hopper_name()
     return getattr(jax.devices()[0], "compute_capability", None) == HOPPER_CAPABILITY
+
+
+def has_hopper_name() -> bool:
+    """Whether that device's name is one of HOPPER_KINDS, all that is known of a device that is not there."""
+    return any(kind in device_kind().split() for kind in HOPPER_KINDS)
 
 
 def load_runtime() -> None:

@@ -81,7 +81,7 @@ def build_engine(
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
         if compiler.pool is not None:
             coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params)
-            num_blocks = _num_blocks(config, limits, served, plan, set_aside + coming_bytes)
+            num_blocks = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
             compiler.expect(*_largest_step(served, plan, config.block_size, num_blocks))
         loading = pool.submit(served.load)
         if _platform() == "gpu":
@@ -179,15 +179,20 @@ def _plan(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) ->
 
 
 def _num_blocks(
-    config: EngineConfig, limits: SchedulerConfig, served: ServedModel, plan: Plan, needed_bytes: int
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    served: ServedModel,
+    plan: Plan,
+    set_aside: int,
+    coming_bytes: int = 0,
 ) -> int:
-    """As chosen, or as many as fit beside what is in use and needed_bytes. ValueError if requests do not fit."""
+    """As chosen, or as many as fit beside what is in use, set aside and coming. ValueError if requests do not fit."""
     num_blocks = config.num_blocks
     if num_blocks is None:
         bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, plan.cache_dtype)
         most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
         share = config.gpu_memory_utilization
-        num_blocks = memory.num_blocks_that_fit(bytes_per_block, needed_bytes, share, most_useful)
+        num_blocks = memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
     _fit(config, limits, num_blocks)
     return num_blocks
 

@@ -31,7 +31,7 @@ from paxpage.config import ModelConfig
 from paxpage.engine import step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.lowering import NODES as NAMED_TUPLES
-from paxpage.engine.lowering import LoweringPool, open_pool
+from paxpage.engine.lowering import LoweringPool, open_pool, traced_options
 from paxpage.models.registry import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ DISTRIBUTIONS = (
     *(f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")),
     *("nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cublas", "nvidia-cudnn-cu13"),
 )
-# How the caches are set says nothing about the programs.
-OTHER_OPTIONS = ("jax_compilation_cache_", "jax_persistent_cache_")
 # A program that JAX took from its own cache cannot be stored on a CPU: it lost its machine code ("Function not found"
 # when it is loaded and run). So JAX's cache must miss: its key holds this option, which changes nothing but a debug
 # printout, and whose value is new every time.
@@ -153,7 +151,7 @@ class ExecutableStore:
     def _key(self, program: Program) -> str:
         leaves, tree = jax.tree.flatten(program.arguments)
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-        parts = (self._identity, _jax_options(), program.name, sorted(program.compiler_options.items()), tree, shapes)
+        parts = (self._identity, traced_options(), program.name, sorted(program.compiler_options.items()), tree, shapes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _load(self, path: pathlib.Path, key: str, program: Program) -> jax.stages.Compiled:
@@ -224,7 +222,6 @@ def identity_of(sources: str, config: ModelConfig, dtype: str) -> str:
     return repr((sources, config, dtype, kind, _host(), flags, _versions()))
 
 
-@functools.cache
 def source_digest() -> str | None:
     """A hash of the source files of both packages; None if there are none, or some are newer than this process's."""
     digest, is_empty = hashlib.sha256(), True
@@ -296,12 +293,6 @@ def _to_json(tree: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     return NODES[value[0]](map(_from_json, value[1:])) if isinstance(value, list) else value
-
-
-def _jax_options() -> list[tuple[str, str]]:
-    return sorted(
-        (name, repr(value)) for name, value in jax.config.values.items() if not name.startswith(OTHER_OPTIONS)
-    )
 
 
 @functools.cache

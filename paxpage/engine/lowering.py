@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_PROCESSES = 12  # each takes about 0.6 GB of the host's memory
 CORES_PER_PROCESS = 2  # the others compile
 WORKER = "paxpage.engine.lowering_worker"
-# What one process may have set and another not; nothing that is traced depends on it.
+# What one process may have set and another not; no program depends on it.
 OWN_OPTIONS = ("jax_platforms", "jax_compilation_cache_", "jax_persistent_cache_")
 NODES = {node.__name__: node for node in (step.StepOutput, KVCache, SampledTokens)}
 
@@ -45,6 +45,7 @@ class Recipe(NamedTuple):
     cache_dtype: str
     max_rows: int
     vocab_size: int
+    backend: str | None
     shape: StepShape
     platform: str  # "cuda" or "cpu"
     device_kind: str
@@ -74,9 +75,15 @@ class LoweringPool:
     def start(self) -> None:
         """Starts the processes, which takes them some seconds; does not wait."""
         with self._lock:
-            while len(self._processes) < self._num_processes:
-                self._processes.append(_start())
-                self._idle.put(self._processes[-1])
+            try:
+                while len(self._processes) < self._num_processes:
+                    self._processes.append(_start())
+                    self._idle.put(self._processes[-1])
+            except OSError as error:
+                logger.warning("only %d processes lower steps: %s", len(self._processes), error)
+                self._num_processes = len(self._processes)
+                if not self._processes:
+                    self._idle.put(None)
 
     def lower(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
         """step.trace_forward(model, shape).lower(), by the next process that is free."""
@@ -87,7 +94,7 @@ class LoweringPool:
             return step.trace_forward(model, shape).lower()
         try:
             module = _ask(process, self._recipe(model, shape))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             logger.warning("a step is lowered in this process: %s", error)
             self._drop(process)
             return step.trace_forward(model, shape).lower()
@@ -98,37 +105,41 @@ class LoweringPool:
         _, num_blocks, _, block_size, _ = model.cache.k.shape
         device = jax.local_devices()[0]
         platform = "cpu" if device.platform == "cpu" else "cuda"
-        sizes = (num_blocks, block_size, model.cache.k.dtype.name, model.max_rows, model.vocab_size)
+        sizes = (num_blocks, block_size, model.cache.k.dtype.name, model.max_rows, model.vocab_size, model.backend)
         return Recipe(self._config, self._dtype, *sizes, shape, platform, device.device_kind, traced_options())
 
     def _drop(self, process: subprocess.Popen[bytes]) -> None:
         _end(process)
         with self._lock:
-            self._processes.remove(process)
-            self._num_processes -= 1
+            if process in self._processes:  # not after close()
+                self._processes.remove(process)
+                self._num_processes -= 1
             if not self._processes:
                 self._idle.put(None)
 
     def close(self) -> None:
-        """Ends the processes, when nobody is in lower(); whoever calls it later lowers by himself."""
+        """Ends the processes; whoever is in lower(), or calls it later, lowers by himself."""
         with self._lock:
             self._num_processes = 0
-            while self._processes:
-                _end(self._processes.pop())
-                self._idle.get()
-            self._idle.put(None)
+            ended, self._processes = self._processes, []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait()
+        self._idle.put(None)
+        for process in ended:
+            _end(process)
 
 
 def open_pool(config: ModelConfig, dtype: str) -> LoweringPool | None:
     """Processes for a model of paxpage.models, where they pay: for Mosaic's kernels, on Hopper, if there are cores."""
+    if not (backends.is_hopper() and backends.has_hopper_name()):  # by which a process knows what it lowers for
+        return None
     num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS)
-    is_known = any(kind in jax.local_devices()[0].device_kind.split() for kind in backends.HOPPER_KINDS)
-    is_worth_it = num_processes > 1 and is_known and backends.is_hopper()
-    return LoweringPool(config, dtype, num_processes) if is_worth_it else None
+    return LoweringPool(config, dtype, num_processes) if num_processes > 1 else None
 
 
 def traced_options() -> list[list[str]]:
-    """JAX's options that a lowered module may depend on."""
+    """JAX's options that a program may depend on."""
     values = jax.config.values.items()
     return sorted([name, repr(value)] for name, value in values if not name.startswith(OWN_OPTIONS))
 
@@ -144,9 +155,10 @@ def register_nodes() -> None:
 
 def _start() -> subprocess.Popen[bytes]:
     """A process that finds the same modules as this one, and no device."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-m", WORKER], env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen([sys.executable, "-P", "-m", WORKER], env=environment, start_new_session=True, **pipes)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -59,7 +59,7 @@ def export(recipe: lowering.Recipe) -> bytes:
     lowering.register_nodes()
     model = registry.abstract_model(recipe.config, recipe.dtype)
     cache = kv_cache.abstract_cache(model.kv_spec, recipe.num_blocks, recipe.block_size, recipe.cache_dtype)
-    step_model = step.StepModel(*registry.split(model), cache, recipe.max_rows, recipe.vocab_size)
+    step_model = step.StepModel(*registry.split(model), cache, recipe.max_rows, recipe.vocab_size, recipe.backend)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
     jitted = step.jit_forward(step.flat_forward(step_model, recipe.shape))
     exporting = jax.export.export(jitted, platforms=[recipe.platform], disabled_checks=checks)

@@ -7,17 +7,19 @@ MIB = 1 << 20
 ROUNDING_BITS = 10
 
 
-def num_blocks_that_fit(bytes_per_block: int, temporary_bytes: int, utilization: float, most_useful: int) -> int:
+def num_blocks_that_fit(
+    bytes_per_block: int, temporary_bytes: int, utilization: float, most_useful: int, coming_bytes: int = 0
+) -> int:
     """Blocks (the null block included) for the default device.
 
     On a GPU: utilization of the allocator's limit, less the bytes in use (the weights, and whatever else this process
-    holds) and a step's temporaries. On a CPU: CPU_CACHE_BYTES, and no more than most_useful blocks. ValueError with
-    all the numbers when not even one block for tokens fits.
+    holds) and a step's temporaries. On a CPU: CPU_CACHE_BYTES, and no more than most_useful blocks. coming_bytes: of
+    weights that are not there yet. ValueError with all the numbers when not even one block for tokens fits.
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:
         return max(2, min(CPU_CACHE_BYTES // bytes_per_block, most_useful))
-    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"] + coming_bytes
     budget = int(utilization * limit) - in_use - temporary_bytes
     if budget < 2 * bytes_per_block:
         raise ValueError(

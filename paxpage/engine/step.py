@@ -213,8 +213,8 @@ def flat_forward(model: StepModel, shape: StepShape) -> Callable[..., tuple[Step
 def jit_forward(forward_flat: Callable[..., tuple[StepOutput, KVCache]]) -> jax.stages.Wrapped:
     """cache and logits_buffer are donated.
 
-    The logits of a small step come out where the last ones of this shape were: on a GPU a step is one CUDA graph, and
-    every address that differs from the last run's is patched into each kernel that uses it, by the host.
+    The logits of a small step come out where the last ones of this shape were: on a GPU a decode step is one CUDA
+    graph, and every address that differs from the last run's is patched into each kernel that uses it, by the host.
     """
     return jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
 

@@ -319,19 +319,18 @@ def test_a_program_that_cannot_be_stored_is_compiled(tmp_path: Path, caplog: pyt
 
 
 def test_the_hash_sees_every_byte_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = executables.source_digest.__wrapped__
     monkeypatch.setattr(executables, "PACKAGES", (tmp_path,))
     monkeypatch.setattr(executables, "_IMPORTED_NS", time.time_ns() + 10**12)
-    found = [digest()]
+    found = [executables.source_digest()]
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b/c.json", "{}"), ("b/d.json", "{}"), ("b/c.json", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        found.append(digest())
+        found.append(executables.source_digest())
     assert found[0] is None and len(set(found)) == 6
     (tmp_path / "notes.txt").write_text("no part of a program")
-    assert digest() == found[-1]
+    assert executables.source_digest() == found[-1]
     monkeypatch.setattr(executables, "_IMPORTED_NS", 0)
-    assert digest() is None  # sources changed since they were imported
+    assert executables.source_digest() is None  # sources changed since they were imported
 
 
 def test_only_own_models_have_a_store(
@@ -344,6 +343,14 @@ def test_only_own_models_have_a_store(
         assert open_compiler(tmp_path, CONFIG, "float32").store is None
     monkeypatch.setitem(executables.ARCHITECTURES, CONFIG.architecture, Counted)
     assert open_compiler(tmp_path, CONFIG, "float32").store is None
+
+
+def test_a_later_engine_has_none_once_sources_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    monkeypatch.setattr(executables, "PACKAGES", (tmp_path,))
+    for change_ns, is_kept in ((10**12, True), (-(10**12), False)):
+        monkeypatch.setattr(executables, "_IMPORTED_NS", time.time_ns() + change_ns)
+        assert (open_compiler(tmp_path, CONFIG, "float32").store is not None) is is_kept
 
 
 def test_models_and_dtypes_have_keys_of_their_own() -> None:

@@ -1,7 +1,11 @@
 """Steps lowered by other processes: the same modules, and none lost when a process is."""
 
 import functools
+import io
+import os
+import pathlib
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +23,7 @@ from tests.gpu_code.lowering import as_h200
 from tests.helpers.engines import ids
 from tests.helpers.fixtures import shelf, unchecked_types
 from tests.helpers.shelf import Shelf
+from tests.server.process import wait_until
 
 __all__ = ["shelf", "unchecked_types"]
 
@@ -53,7 +58,12 @@ def results(lowered: jax.stages.Lowered, shape: StepShape) -> list[Any]:
     return [leaf.tolist() for leaf in jax.tree.leaves(lowered.compile()(*ones))]
 
 
-def test_what_a_process_lowers_is_the_same_step(pool: LoweringPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_process_lowers_is_the_same_step(
+    pool: LoweringPool, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the modules that this process has, not those of the folder that it is in."""
+    (tmp_path / "json.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
     for shape in SHAPES:
         here = step.trace_forward(step_model(), shape).lower()
         there = pool.lower(step_model(), shape)
@@ -95,6 +105,51 @@ def test_after_the_end_steps_are_lowered_here(pool: LoweringPool) -> None:
     assert pool._processes == []
 
 
+def test_the_end_comes_while_steps_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """As when one of them cannot be compiled, or with Ctrl-C: nobody is left waiting, and no process."""
+    pool, lowered = LoweringPool(CONFIG, "float32", 1), []
+    pool.start()
+    (process,) = pool._processes
+
+    def lower(shape: StepShape) -> None:
+        lowered.append(pool.lower(step_model(), shape))
+
+    threads = [threading.Thread(target=lower, args=(shape,), daemon=True) for shape in SHAPES]
+    for thread in threads:
+        thread.start()
+    wait_until(pool._idle.empty)
+    threads.append(threading.Thread(target=pool.close, daemon=True))
+    threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(lowered) == 2 and process.poll() is not None and pool._processes == []
+    assert len(messages(caplog)) == 1
+
+
+def test_processes_that_cannot_be_started(
+    pool: LoweringPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lowering.sys, "executable", "/nothing/python")
+    for shape in SHAPES:
+        pool.lower(step_model(), shape).compile()
+    assert len(messages(caplog)) == 1 and "/nothing/python" in messages(caplog)[0]
+
+
+def test_an_answer_in_other_words(
+    pool: LoweringPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lowering, "WORKER", "json.tool")  # repeats what it reads, once it has read all
+    pool.start()
+    (process,) = pool._processes
+    assert process.stdin is not None
+    process.stdin.write(b"5")
+    process.stdin.close()
+    process.stdin = io.BytesIO()
+    pool.lower(step_model(), SHAPES[0]).compile()
+    assert len(messages(caplog)) == 1 and pool._processes == []
+
+
 def test_a_process_ends_with_its_input(pool: LoweringPool) -> None:
     """So none outlives an engine that was killed."""
     pool.start()
@@ -104,11 +159,17 @@ def test_a_process_ends_with_its_input(pool: LoweringPool) -> None:
     assert process.wait(timeout=60) == 0
 
 
+def test_without_a_hopper_there_are_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor need there be what only Linux has."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert lowering.open_pool(CONFIG, "float32") is None
+
+
 def test_a_module_for_a_device_that_is_not_here() -> None:
     """As a process lowers it for an H200, and as a process that has one would."""
     config = ModelConfig("LlamaForCausalLM", 512, 512, 512, 1, 8, 2, 64, 128)
     model, shape = step_model(config, "bfloat16", 64), StepShape(64, 64, 4)
-    sizes = (9, 16, "bfloat16", 64, 512)
+    sizes = (9, 16, "bfloat16", 64, 512, None)
     recipe = lowering.Recipe(config, "bfloat16", *sizes, shape, "cuda", "NVIDIA H200", lowering.traced_options())
     there = jax.export.deserialize(bytearray(lowering_worker.export(lowering_worker.from_json(recipe.to_json()))))
     with as_h200():

@@ -36,6 +36,13 @@ def test_more_in_use_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         num_blocks_that_fit(MIB, 0, 0.9, most_useful=7)
 
 
+def test_weights_that_are_still_to_come_are_told_as_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch, {"bytes_limit": 100 * MIB, "bytes_in_use": 5 * MIB})
+    assert num_blocks_that_fit(MIB, 10 * MIB, 0.9, 7, coming_bytes=25 * MIB) == 50
+    with pytest.raises(ValueError, match=r"95 MiB in use .weights included., less 10 MiB for a step"):
+        num_blocks_that_fit(MIB, 10 * MIB, 0.9, 7, coming_bytes=90 * MIB)
+
+
 def test_some_more_bytes_in_use_change_nothing_where_blocks_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for in_use_mib in range(7_000, 7_060, 10):
