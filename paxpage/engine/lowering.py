@@ -57,6 +57,10 @@ class Recipe(NamedTuple):
         return json.dumps(fields).encode() + b"\n"
 
 
+class RefusedError(ValueError):
+    """What a process says that cannot lower a step, and is well otherwise."""
+
+
 class LoweringPool:
     """Processes that lower the step functions of one model, from start() or the first lower() on; close() ends them.
 
@@ -70,7 +74,8 @@ class LoweringPool:
         self._num_processes = num_processes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of starting
+        self._lock = threading.Lock()  # of starting and dropping
+        self._warnings: set[str] = set()  # each is given once
 
     def start(self) -> None:
         """Starts the processes, which takes them some seconds; does not wait."""
@@ -95,11 +100,19 @@ class LoweringPool:
         try:
             module = _ask(process, self._recipe(model, shape))
         except Exception as error:
-            logger.warning("a step is lowered in this process: %s", error)
-            self._drop(process)
+            self._warn(str(error))
+            if isinstance(error, RefusedError):
+                self._idle.put(process)
+            else:
+                self._drop(process)
             return step.trace_forward(model, shape).lower()
         self._idle.put(process)
         return _lowered(module, model, shape)
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warnings:
+            self._warnings.add(reason)
+            logger.warning("steps are lowered in this process: %s", reason)
 
     def _recipe(self, model: step.StepModel, shape: StepShape) -> Recipe:
         _, num_blocks, _, block_size, _ = model.cache.k.shape
@@ -171,13 +184,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], recipe: Recipe) -> bytes:
-    """The serialised module. ValueError for what the process says, OSError if it has gone."""
+    """The serialised module. RefusedError for what the process says, ConnectionError if it has gone."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(recipe.to_json())
     process.stdin.flush()
-    header = json.loads(process.stdout.readline() or '{"error": "a process that lowers has ended"}')
+    line = process.stdout.readline()
+    if not line:
+        raise ConnectionError("a process that lowers has ended")
+    header = json.loads(line)
     if "error" in header:
-        raise ValueError(header["error"])
+        raise RefusedError(header["error"])
     return _read_exactly(process.stdout, header["num_bytes"])
 
 

@@ -15,9 +15,6 @@ from paxpage.server.signals import SignalWatcher
 ABORT_S = 4.0  # after requests were aborted every answer has so long to reach its client
 DEAD_LINGER_S = 2.0  # so long /health says 503 before a dead engine ends the process
 KEEP_ALIVE_S = 30
-# asyncio takes as many connections in one turn of its loop as the kernel may keep waiting (and one more), a third of a
-# millisecond each. So it is told a small number, and the kernel a large one afterwards.
-ACCEPTED_AT_ONCE, MAX_WAITING = 8, 2048
 
 
 class Lifecycle:
@@ -52,7 +49,6 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(lifecycle.shutdown_timeout_s + ABORT_S),
         )
@@ -68,8 +64,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts listening and says so."""
         await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(MAX_WAITING)
         self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:

@@ -86,13 +86,17 @@ def test_a_process_that_dies_costs_a_line_of_the_log(pool: LoweringPool, caplog:
 def test_processes_set_otherwise_lower_nothing(
     name: str, value: str, pool: LoweringPool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Which is said once, and costs no process."""
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        pool.lower(step_model(), SHAPES[0])
+        for shape in SHAPES:
+            pool.lower(step_model(), shape)
     finally:
         jax.config.update(name, before)
     assert len(messages(caplog)) == 1 and name in messages(caplog)[0]
+    (process,) = pool._processes
+    assert process.poll() is None
 
 
 def test_after_the_end_steps_are_lowered_here(pool: LoweringPool) -> None:
