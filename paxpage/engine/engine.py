@@ -579,7 +579,7 @@ def _prompt_content(prompt: Prompt) -> str | TokenIds:
 
 
 def _are_ids(token_ids: Sequence[Any], vocab_size: int) -> bool:
-    """Whether all are token ids. Nothing is done for each of them in Python: 0.2 ms for 4,000."""
+    """Whether all are token ids. Nothing is done for each of them in Python: 0.2 to 0.3 ms for 4,000."""
     if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, token_ids))):
         return False
     try:
