@@ -104,8 +104,8 @@ def params_for_tools(context: ServerContext, request: ChatCompletionRequest, par
     context.tool_policy.require_parser()
     if request.forces_call:
         params = dataclasses.replace(params, structured_outputs=grammar_of_calls(context.tool_policy, request))
-    is_hidden = request.forces_call or request.skip_special_tokens is None  # of a forced call nothing else is shown
-    is_hidden = is_hidden and context.tool_policy.is_opening_special
+    is_chosen = request.skip_special_tokens is not None and not request.forces_call  # which shows calls alone
+    is_hidden = context.tool_policy.is_opening_special and not is_chosen
     return dataclasses.replace(params, skip_special_tokens=False) if is_hidden else params
 
 
