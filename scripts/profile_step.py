@@ -35,12 +35,14 @@ from paxpage.bench.timing import roof_of
 from paxpage.bench.traces import KernelEvent, kernel_table, product_floors, read_kernels, table_text, trace
 from paxpage.bench.workloads import token_ids
 from paxpage.engine.batch import StepShape
+from paxpage.engine.build import DEFAULT_LIMITS
 from paxpage.engine.engine import Engine
 from paxpage.models.embedded import default_model_path
 
 WARM_STEPS = 3
 SLACK_TOKENS = 16
 MAX_LINES = 30
+PROMPT = "prompt"  # the request of which mixed steps compute chunks
 
 
 class Load(NamedTuple):
@@ -57,9 +59,16 @@ class Load(NamedTuple):
         return self.rows if self.mixed_tokens is None else self.rows - 1
 
     @property
+    def num_batched_tokens(self) -> int:
+        """Of a step at most: as usual, so that programs are those of other runs, or what prompts need to get on."""
+        _, usual = DEFAULT_LIMITS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        return max(usual, 2 * self.rows, self.mixed_tokens or 0)
+
+    @property
     def num_decode_tokens(self) -> int:
-        """That a row generates, at least."""
-        return 2 * (self.num_steps + WARM_STEPS) + SLACK_TOKENS
+        """That a row generates, at least: the first begins while the others' prompts are computed."""
+        num_prompt_steps = -(-self.rows * self.context // (self.num_batched_tokens - self.rows))
+        return num_prompt_steps + 2 * (self.num_steps + WARM_STEPS) + SLACK_TOKENS
 
     @property
     def chunk(self) -> int:
@@ -74,13 +83,13 @@ class Load(NamedTuple):
 
 
 def make_llm(path: str, load_format: str, dtype: str, load: Load) -> LLM:
-    """An engine whose largest shapes are those of the load."""
+    """An engine for as many rows as the load has."""
     return LLM(
         path,
         load_format=load_format,
         dtype=dtype,
         max_num_seqs=load.rows,
-        max_num_batched_tokens=max(load.mixed_tokens or 0, load.rows + 1),
+        max_num_batched_tokens=load.num_batched_tokens,
         max_model_len=load.max_model_len,
         enable_prefix_caching=False,
     )
@@ -139,7 +148,9 @@ def profile(engine: Engine, load: Load, folder: pathlib.Path, roof: Roof) -> str
     floors = product_floors(events, load.num_steps, products(hlo_text(engine, shape)), roof)
     floors = [attention_floor(e, engine, load, roof) if f is None else f for e, f in zip(events, floors, strict=True)]
     rows = kernel_table(events, load.num_steps, floors)
+    span_us = (max(event.start_ns + event.duration_ns for event in events) - events[0].start_ns) / load.num_steps / 1e3
     head = f"{shape.num_tokens} tokens, {shape.num_rows} rows (padded); {'device' if is_device else 'host'} time"
+    head = f"{head}; {span_us:.1f} us a step from the first kernel's start to the last one's end"
     return f"{head}; trace: {path}\n{table_text(rows, MAX_LINES)}"
 
 
@@ -165,7 +176,8 @@ def attention_floor(event: KernelEvent, engine: Engine, load: Load, roof: Roof) 
     _, _, num_kv_heads, _, head_dim = cache.k.shape
     token_bytes = 2 * num_kv_heads * head_dim * cache.k.dtype.itemsize
     if "paged_attention_decode" in event.name:
-        return load.num_decoding * load.context * token_bytes / roof.bytes_per_s
+        running = [request for request in engine.scheduler.running if request.request_id != PROMPT]
+        return sum(request.num_tokens for request in running) * token_bytes / roof.bytes_per_s
     if "paged_attention_prefill" in event.name:
         return load.num_steps / 2 * load.chunk * token_bytes / roof.bytes_per_s
     return None
@@ -198,7 +210,8 @@ def main() -> None:
 
 def run(engine: Engine, load: Load, folder: pathlib.Path, roof: Roof) -> None:
     """Both kinds of steps, one after the other."""
-    engine.scheduler.config = dataclasses.replace(engine.scheduler.config, num_tokens_beside_decodes=None)
+    limits = dataclasses.replace(engine.scheduler.config, num_tokens_beside_decodes=None)
+    engine.scheduler.config = limits
     name_host_parts(engine)
     for index in range(load.num_decoding):
         add_request(engine, f"decoding-{index}", load.context, load.num_decode_tokens)
@@ -206,7 +219,8 @@ def run(engine: Engine, load: Load, folder: pathlib.Path, roof: Roof) -> None:
         step_until_decoding(engine, load.num_decoding)
         print("decode steps:", profile(engine, load, folder / "decode", roof), flush=True)
     if load.mixed_tokens is not None:
-        add_request(engine, "prompt", (load.num_steps + WARM_STEPS) * load.chunk, SLACK_TOKENS)
+        engine.scheduler.config = dataclasses.replace(limits, max_num_batched_tokens=load.mixed_tokens)
+        add_request(engine, PROMPT, (load.num_steps + WARM_STEPS) * load.chunk, SLACK_TOKENS)
         print("mixed steps:", profile(engine, load, folder / "mixed", roof), flush=True)
 
 

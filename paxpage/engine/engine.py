@@ -214,7 +214,8 @@ class Engine:
         """Tokenises and checks a request without side effects; any thread may call it.
 
         prompt: text, token ids, or {"prompt_token_ids": [...]}, which may have a "cache_salt" too. is_streamed False:
-        deltas come only at the end. cache_salt: only requests with the same one share blocks.
+        deltas come only at the end, and the prompt is hashed when it is scheduled, beside the device's work, and not
+        here by the caller's thread. cache_salt: only requests with the same one share blocks.
         Raises ValueError naming what is wrong and what is allowed.
         """
         arrival_time_s = time.monotonic()
@@ -226,7 +227,7 @@ class Engine:
         params = with_bad_word_ids(params, self.tokenizer)
         remaining = self.max_model_len - len(token_ids)
         max_tokens = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
-        digests = self._digests(token_ids, cache_salt)
+        digests = self._digests(token_ids, cache_salt, is_streamed)
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.compile(structured)
         return PreparedRequest(
@@ -343,10 +344,10 @@ class Engine:
             return content, encode_text(self.tokenizer, content)
         return None, list(content)
 
-    def _digests(self, token_ids: list[int], salt: Any) -> PromptDigests:
+    def _digests(self, token_ids: list[int], salt: Any, is_hashed_now: bool) -> PromptDigests:
         require(salt is None or isinstance(salt, str), "cache_salt", salt, "a string, or None")
         root = root_digest(salt)
-        is_wanted = self.config.enable_prefix_caching
+        is_wanted = is_hashed_now and self.config.enable_prefix_caching
         return PromptDigests(root, self._hasher.digests(root, token_ids) if is_wanted else ())
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paxpage.engine.block_pool import NULL_BLOCK, BlockPool
-from paxpage.engine.prefix_cache import CachedBlock, PrefixCache, block_digests
+from paxpage.engine.prefix_cache import CachedBlock, PrefixCache, PromptHasher, block_digests
 from paxpage.engine.request import NEVER, Request
 
 
@@ -74,6 +74,7 @@ class KVCacheManager:
         self._is_cacheable = [False] * max_num_seqs  # no forget_cached() since the row's first block
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._copies: list[BlockCopy] = []
+        self._hasher = PromptHasher(block_size)
         self._coming: dict[bytes, Request] = {}  # digests of blocks that running requests are about to compute
         self._step = 0
 
@@ -265,10 +266,11 @@ class KVCacheManager:
 
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
         digests = request.block_digests
-        if len(digests) < num_blocks:
-            parent = digests[-1] if digests else request.root_digest
+        if not digests and num_blocks:
+            digests.extend(self._hasher.digests(request.root_digest, request.token_ids[: num_blocks * self.block_size]))
+        elif len(digests) < num_blocks:
             new = request.token_ids[len(digests) * self.block_size : num_blocks * self.block_size]
-            digests.extend(block_digests(parent, new, self.block_size))
+            digests.extend(block_digests(digests[-1], new, self.block_size))
 
     # Giving back
 
