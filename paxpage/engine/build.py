@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
 # (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
 SAMPLING_ARRAYS = 10
+COMING_MARGIN = 32 * memory.MIB  # over the weights' own bytes, for what loading leaves
+FEWEST_OF_FITTING = 0.99  # of the blocks that fit: fewer are not worth lowering the steps again
 STEP_BYTES_MARGIN = 1.25  # over the sum of a layer's arrays, of which 8B's steps on an H200 take 0.2 to 0.6
 
 DEFAULT_LIMITS = {"cpu": (32, 256), "gpu": (256, 4096)}  # platform: (max_num_seqs, max_num_batched_tokens)
@@ -79,14 +81,15 @@ def build_engine(
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
     with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler):
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
-        if compiler.pool is not None:
-            coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params)
-            num_blocks = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
-            compiler.expect(*_largest_step(served, plan, config.block_size, num_blocks))
+        coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
+        expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes) if compiler.pool else None
+        if expected is not None:
+            compiler.expect(_largest_step(served, plan, config.block_size, expected)[0], plan.shapes)
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        runner = _make_runner(config, served, plan, _num_blocks(config, limits, served, plan, set_aside))
+        num_blocks = as_expected(_num_blocks(config, limits, served, plan, set_aside), expected)
+        runner = _make_runner(config, served, plan, num_blocks)
         runner.compiler = compiler
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
@@ -195,6 +198,13 @@ def _num_blocks(
         num_blocks = memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
     _fit(config, limits, num_blocks)
     return num_blocks
+
+
+def as_expected(num_blocks: int, expected: int | None) -> int:
+    """The number that steps have been lowered for ahead, if it is hardly less than the one that fits."""
+    if expected is None or not FEWEST_OF_FITTING * num_blocks <= expected <= num_blocks:
+        return num_blocks
+    return expected
 
 
 def _make_runner(config: EngineConfig, served: ServedModel, plan: Plan, num_blocks: int) -> ModelRunner:

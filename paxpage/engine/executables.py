@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,11 +92,11 @@ class Compiler:
         self.store = store
         self.pool = pool
 
-    def expect(self, model: step.StepModel, shape: StepShape) -> None:
-        """Starts the processes ahead if the store does not hold this step, and so most likely none of the others."""
-        is_kept = self.store is not None and self.store.has(step_program(model, shape))
-        if self.pool is not None and not is_kept:
-            self.pool.start()
+    def expect(self, model: step.StepModel, shapes: Sequence[StepShape]) -> None:
+        """Has steps lowered ahead that the store does not hold; does not wait."""
+        missing = [s for s in shapes if self.store is None or not self.store.has(step_program(model, s))]
+        if self.pool is not None and missing:
+            self.pool.lower_ahead(model, missing)
 
     def step(self, model: step.StepModel, shape: StepShape) -> jax.stages.Compiled:
         """The step function of one shape."""

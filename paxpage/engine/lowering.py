@@ -1,7 +1,8 @@
 """Step functions traced and lowered by processes of their own, several at a time.
 
 Both are Python's work, under its lock: 1 to 6 s for a step with Mosaic kernels, however many threads there are. A
-process lowers for the device that this one has, without touching it, and sends the module; XLA compiles it here.
+process lowers for the device that this one has, without touching it, and sends the module; XLA compiles it here, the
+kernels of all steps before the first step (see mosaic_kernels).
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from concurrent import futures
 from typing import IO, Any, NamedTuple
 
 import jax
@@ -23,12 +26,13 @@ from paxpage.config import ModelConfig
 from paxpage.engine import step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.kv_cache import KVCache
+from paxpage.engine.mosaic_kernels import compile_kernels
 from paxpage.engine.sampler import SampledTokens
 
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 12  # each takes 0.28 GB of the host's memory after steps of 8B
-CORES_PER_PROCESS = 2  # the others compile
+CORES_FOR_PROCESSES = 3 / 4  # the others compile kernels, when there are the first
 WORKER = "paxpage.engine.lowering_worker"
 # What one process may have set and another not; no program depends on it.
 OWN_OPTIONS = ("jax_platforms", "jax_compilation_cache_", "jax_persistent_cache_")
@@ -61,6 +65,18 @@ class RefusedError(ValueError):
     """What a process says that cannot lower a step, and is well otherwise."""
 
 
+class Ahead(NamedTuple):
+    """A step of several that are lowered ahead."""
+
+    future: futures.Future[jax.stages.Lowered | None]
+    all_futures: list[futures.Future[jax.stages.Lowered | None]]
+
+    def result(self) -> jax.stages.Lowered | None:
+        """Once all kernels are compiled; None if no process lowered this step."""
+        futures.wait(self.all_futures)
+        return self.future.result()
+
+
 class LoweringPool:
     """Processes that lower the step functions of one model, from start() or the first lower() on; close() ends them.
 
@@ -76,6 +92,7 @@ class LoweringPool:
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of starting and dropping
         self._warnings: set[str] = set()  # each is given once
+        self._ahead: dict[bytes, Ahead] = {}  # by recipe
 
     def start(self) -> None:
         """Starts the processes, which takes them some seconds; does not wait."""
@@ -90,29 +107,53 @@ class LoweringPool:
                 if not self._processes:
                     self._idle.put(None)
 
+    def lower_ahead(self, model: step.StepModel, shapes: Sequence[StepShape]) -> None:
+        """Has these lowered, and their kernels compiled, before lower() gives the first of them; does not wait."""
+        self.start()
+        threads = futures.ThreadPoolExecutor(len(shapes), "lower")
+        steps = [threads.submit(self._lower_with_kernels, model, shape) for shape in shapes]
+        threads.shutdown(wait=False)
+        recipes = [self._recipe(model, shape).to_json() for shape in shapes]
+        self._ahead.update((recipe, Ahead(one, steps)) for recipe, one in zip(recipes, steps, strict=True))
+
     def lower(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
         """step.trace_forward(model, shape).lower(), by the next process that is free."""
+        ahead = self._ahead.pop(self._recipe(model, shape).to_json(), None)
+        lowered = self._lower_elsewhere(model, shape) if ahead is None else ahead.result()
+        return lowered or step.trace_forward(model, shape).lower()
+
+    def _lower_with_kernels(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered | None:
+        lowered = self._lower_elsewhere(model, shape)
+        if lowered is not None:
+            try:
+                compile_kernels(lowered)
+            except Exception as error:
+                self._warn("kernels are compiled with the steps that they are in", str(error))
+        return lowered
+
+    def _lower_elsewhere(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered | None:
+        """None if no process did."""
         self.start()
         process = self._idle.get()
         if process is None:  # all have gone; others may wait for one too
             self._idle.put(None)
-            return step.trace_forward(model, shape).lower()
+            return None
         try:
             module = _ask(process, self._recipe(model, shape))
         except Exception as error:
-            self._warn(str(error))
+            self._warn("steps are lowered in this process", str(error))
             if isinstance(error, RefusedError):
                 self._idle.put(process)
             else:
                 self._drop(process)
-            return step.trace_forward(model, shape).lower()
+            return None
         self._idle.put(process)
         return _lowered(module, model, shape)
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, what: str, reason: str) -> None:
         if reason not in self._warnings:
             self._warnings.add(reason)
-            logger.warning("steps are lowered in this process: %s", reason)
+            logger.warning("%s: %s", what, reason)
 
     def _recipe(self, model: step.StepModel, shape: StepShape) -> Recipe:
         _, num_blocks, _, block_size, _ = model.cache.k.shape
@@ -147,7 +188,7 @@ def open_pool(config: ModelConfig, dtype: str) -> LoweringPool | None:
     """Processes for a model of paxpage.models, where they pay: for Mosaic's kernels, on Hopper, if there are cores."""
     if not (backends.is_hopper() and backends.has_hopper_name()):  # by which a process knows what it lowers for
         return None
-    num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS)
+    num_processes = min(MAX_PROCESSES, int(CORES_FOR_PROCESSES * len(os.sched_getaffinity(0))))
     return LoweringPool(config, dtype, num_processes) if num_processes > 1 else None
 
 
