@@ -148,10 +148,10 @@ def shared_prefixes(
     cache. Rows of more than one query that are not the prefill kernel's share nothing.
     """
     counts = np.diff(starts)
-    num_blocks = contexts // rules.block_size
     chunks = _chunks(contexts, starts, rules)
     stacks = _stacks(block_tables, table_rows, chunks, rules) if len(chunks.rows) else []
-    groups = find_groups(block_tables, table_rows, np.where(counts == 1, num_blocks, 0), rules)
+    alone = np.where(counts == 1, contexts // rules.block_size, 0)
+    groups = find_groups(block_tables, table_rows, alone, rules) if alone.any() else []
     windows = sorted((w for group in groups for w in _windows(group, starts, rules)), key=lambda w: -w.num_saved)
     windows = [window for window in windows[:MAX_PIECES] if window.num_saved > 0]
     if not stacks and not windows:
@@ -289,7 +289,10 @@ def _stacks(block_tables: np.ndarray, table_rows: np.ndarray, chunks: Chunks, ru
     found = find_groups(block_tables, table_rows, num_blocks, rules)
     groups = [_stack(chunks, chunks.rows.searchsorted(rows), length, rules) for rows, length in found]
     stacks = _fitting(groups, chunks)
-    options = [stacks, stacks + _loners(chunks, stacks, rules)]
+    loners = _loners(chunks, stacks, rules)
+    options = [option for option in (stacks, stacks + loners if loners else []) if option]
+    if not options:
+        return []
     num_tiles = [_busiest(option, chunks, rules) for option in options]
     best = int(np.argmin(num_tiles))
     return options[best] if _busiest([], chunks, rules) - num_tiles[best] >= rules.min_saved_tiles else []

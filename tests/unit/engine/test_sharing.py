@@ -134,7 +134,7 @@ def test_prefill_chunks_behind_blocks_that_are_cached_share_them() -> None:
     shared = PrefixFinder(RULES, max_tokens=300).find(batch, scheduler.manager)
     assert [row.num_tokens for row in batch.rows] == [1] * 6 + [21] * 5 + [40] and shared is not None
     assert shared.num_tokens.tolist() == [144] * 11 + [0]
-    assert shared.place[6:11].tolist() == [6 + 21 * index - (56 if index > 2 else 0) for index in range(5)]
+    assert shared.place[6:11].tolist() == [6 + 21 * index - (64 if index > 2 else 0) for index in range(5)]
 
 
 def test_shared_prefixes_travel_with_the_batch() -> None:
