@@ -1,15 +1,16 @@
 """paged_attention on Pallas's Mosaic GPU backend: NVIDIA Hopper GPUs.
 
 As on Triton, rows with few queries (decoding) and rows with many (prefill chunks) go to kernels of their own, which
-write into one output. Where rows may share beginnings, decoding is mosaic_cascade's.
+write into one output. Where rows may share beginnings, a third kernel goes over those first.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import mosaic_cascade, tuned
+from pallas_kernels.paged_attention import tuned
 from pallas_kernels.paged_attention.cascade import SharedPrefixes
 from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.mosaic_cascade import attend_prefixes
 from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, decode, decode_config
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 from pallas_kernels.paged_attention.mosaic_prefill import prefill, prefill_config
@@ -43,15 +44,14 @@ def paged_attention(
     block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
     row_order = None if row_order is None else _materialised(row_order)
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
-    tiles = prefill_config(geometry)
-    if shared is None or scale <= 0:
-        out = decode(arrays, None, geometry, config, scale, None, row_order)
-    else:
+    tiles, prefix = prefill_config(geometry), None
+    if shared is not None and scale > 0:
         shared = SharedPrefixes(*map(_materialised, shared))
-        out = mosaic_cascade.decode(arrays, shared, geometry, tiles, config, scale, None, row_order)
+        prefix = attend_prefixes(arrays, shared, geometry, tiles, scale, None)
+    out = decode(arrays, None, geometry, config, scale, None, row_order, prefix)
     if q.shape[0] == num_rows:
         return out
-    return prefill(arrays, out, geometry, tiles, scale, None)  # writes all other tokens
+    return prefill(arrays, out, geometry, tiles, scale, None, prefix=prefix)  # writes all other tokens
 
 
 def _materialised(indices: Int[Array, "..."]) -> Int[Array, "..."]:

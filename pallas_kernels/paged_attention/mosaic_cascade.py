@@ -1,8 +1,8 @@
-"""Decode over shared prefixes on Pallas's Mosaic GPU backend (Hopper).
+"""Attention over shared prefixes on Pallas's Mosaic GPU backend (Hopper).
 
-Two kernels. The first goes the course of the prefill kernel: stacked queries of rows that share a prefix, against a
-piece of its keys. The second is the decode kernel: for each row it merges the pieces of its prefix, then goes on with
-the row's own keys.
+The kernel goes the course of the prefill kernel: stacked queries of rows that share a prefix, against a piece of its
+keys. The decode kernel, or for rows of more queries the prefill kernel, then goes over each row's own keys and merges
+with them the pieces of its prefix.
 """
 
 import functools
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.paged_attention import mosaic_decode
-from pallas_kernels.paged_attention.cascade import MAX_PIECES, TILE_KEYS, Piece, SharedPrefixes
+from pallas_kernels.paged_attention.cascade import TILE_KEYS, Piece, SharedPrefixes
 from pallas_kernels.paged_attention.config import Geometry
-from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, Prefix, padded_heads
+from pallas_kernels.paged_attention.mosaic_common import Prefix
+from pallas_kernels.paged_attention.mosaic_decode import padded_heads
 from pallas_kernels.paged_attention.mosaic_prefill import (
     NUM_CONSUMERS,
     UNIT,
@@ -36,26 +36,6 @@ from pallas_kernels.paged_attention.mosaic_prefill import (
 )
 from pallas_kernels.paged_attention.triton_common import Ref, Refs
 
-Queries = Float[Array, "num_tokens num_heads head_dim"]
-
-
-def decode(
-    arrays: Refs,
-    shared: SharedPrefixes,
-    geometry: Geometry,
-    prefill_config: MosaicPrefillConfig,
-    decode_config: MosaicDecodeConfig,
-    scale: float,
-    interpret: Any,
-    row_order: Int[Array, " num_rows"] | None = None,
-) -> Queries:
-    """mosaic_decode.decode, the keys of shared prefixes read once for all rows of a window.
-
-    shared: its fields as arrays on the device. The last four arguments are mosaic_decode.decode's.
-    """
-    prefix = attend_prefixes(arrays, shared, geometry, prefill_config, scale, interpret)
-    return mosaic_decode.decode(arrays, None, geometry, decode_config, scale, interpret, row_order, prefix)
-
 
 def attend_prefixes(
     arrays: Refs,
@@ -65,7 +45,9 @@ def attend_prefixes(
     scale: float,
     interpret: Any,
 ) -> Prefix:
-    """Attention of each window of tokens over each piece of their rows' prefix.
+    """Attention of each window of tokens over each piece of their rows' prefix, for decode and prefill to go on from.
+
+    shared: its fields as arrays on the device.
 
     Grid (num_programs,), as mosaic_prefill.prefill: a tile is a window of 64 tokens for two heads that read the same
     key head or, where a group is odd, of 128 tokens for one head; a program takes every num_programs-th tile. All
@@ -74,12 +56,14 @@ def attend_prefixes(
     """
     plan = plan_for(geometry, config, scale, interpret)
     has_starts = arrays.q.shape[0] != arrays.seq_lens.shape[0]
-    shape = (MAX_PIECES, plan.queries_per_tile, padded_heads(geometry, has_starts=has_starts))
+    # A piece more than there are: what the prefill kernel loads of a window may reach past its end.
+    num_pieces = shared.pieces.shape[0] + (1 if has_starts else 0)
+    shape = (num_pieces, plan.queries_per_tile, padded_heads(geometry, has_starts=has_starts))
     kernel = plgpu.kernel(
         functools.partial(_program, plan),
         out_type=[jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, geometry.head_dim), shape)],
         scratch_types=(scratch_of(plan),),
-        grid=(min(config.num_programs, MAX_PIECES * plan.head_tiles),),
+        grid=(min(config.num_programs, shared.pieces.shape[0] * plan.head_tiles),),
         grid_names=("program",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",

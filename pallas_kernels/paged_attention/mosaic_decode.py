@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.config import Geometry, decode_queries
-from pallas_kernels.paged_attention.mosaic_common import swizzled
+from pallas_kernels.paged_attention.mosaic_common import Prefix, swizzled
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 from pallas_kernels.paged_attention.triton_common import LOG2_E, MASKED, Ref, Refs
 
@@ -132,18 +132,7 @@ class Inputs(NamedTuple):
     k: Ref  # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
     v: Ref
     row_order: Ref | None  # int32 [num_rows]
-    prefix: "Prefix | None"
-
-
-class Prefix(NamedTuple):
-    """Attention over the rows' first keys, computed already, in pieces that are yet to be merged."""
-
-    num_tokens: Ref  # int32 [num_rows], the keys that are done: whole blocks, but not a row's last key; 0 for none
-    first_piece: Ref  # int32 [num_rows], the row's pieces are consecutive
-    num_pieces: Ref  # int32 [num_rows]
-    place: Ref  # int32 [num_rows], of the row in each of its pieces
-    values: Ref  # float32 [max_pieces, num_places, padded_heads, head_dim], the output if there were no other keys
-    log_sums: Ref  # float32 [max_pieces, num_places, padded_heads], log2 of the sum of weights
+    prefix: Prefix | None
 
 
 class Scratch(NamedTuple):
@@ -398,7 +387,8 @@ def _begin(plan: Plan, inputs: Inputs, work: Work) -> Softmax:
     empty, prefix = _empty(plan), inputs.prefix
     if prefix is None:
         return empty
-    num_pieces = jnp.where(lax.axis_index("split") == 0, prefix.num_pieces[work.row], 0)
+    is_first = (lax.axis_index("split") == 0) & (work.num_queries > 0)  # longer rows' prefixes are the prefill kernel's
+    num_pieces = jnp.where(is_first, prefix.num_pieces[work.row], 0)
 
     def join(turn: Array, merged: Merged) -> Merged:
         first = turn * PIECES_AT_ONCE

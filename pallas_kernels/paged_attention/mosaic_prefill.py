@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.config import Geometry, decode_queries
-from pallas_kernels.paged_attention.mosaic_common import swizzled
+from pallas_kernels.paged_attention.mosaic_common import Prefix, swizzled
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 from pallas_kernels.paged_attention.triton_common import LOG2_E, MASKED, Ref, Refs, cdiv
 
@@ -108,6 +108,7 @@ class Inputs(NamedTuple):
     v: Ref
     tiles: Ref  # int32 [num_tiles, ...], what Role.tile_at reads
     num_tiles: Ref  # int32 [1]
+    prefix: Prefix | None = None  # with values and log_sums flat: [num_places, ...]
 
 
 class Scratch(NamedTuple):
@@ -140,8 +141,17 @@ class Tile(NamedTuple):
     position: Int[Array, ""]  # in the row's sequence, of the tile's token 0; if not causal, of the last key to see
     seq_len: Int[Array, ""]
     num_key_tiles: Int[Array, ""]
-    first_key: Int[Array, ""]
+    first_key: Int[Array, ""]  # those before are done
     entry: Int[Array, ""]  # in Inputs.tiles
+    done: "Done | None" = None  # what came of the keys before first_key, if that is to be merged
+
+
+class Done(NamedTuple):
+    """Where the outputs over a tile's first keys are."""
+
+    place: Int[Array, ""]  # in Prefix.values, of the tile's token 0 in the row's first piece
+    num_pieces: Int[Array, ""]  # 0: there are none
+    stride: Int[Array, ""]  # from one piece's place to the next one's
 
 
 class Visit(NamedTuple):
@@ -177,6 +187,7 @@ def prefill(
     scale: float,
     interpret: Any,
     tiles: QueryTiles | None = None,
+    prefix: Prefix | None = None,
 ) -> Queries:
     """Attention of the rows that have more queries than the decode kernel takes, written into out in place.
 
@@ -188,7 +199,8 @@ def prefill(
     the last that any query sees to the first.
 
     interpret: None, or plgpu.InterpretGPUParams to run on the CPU. tiles: cut_tiles' answer if the caller has it: it
-    is the same for all layers. ValueError: unsupported(geometry), or a scale that is not positive.
+    is the same for all layers. prefix: what the rows' first keys gave, which are then left out, and it is merged.
+    ValueError: unsupported(geometry), or a scale that is not positive.
     """
     reason = unsupported(geometry)
     if reason is not None:
@@ -200,7 +212,11 @@ def prefill(
         arrays, out = arrays._replace(q=padded(arrays.q)), padded(out)
     plan = Plan(geometry, config, scale, bool(interpret))
     if tiles is None:
-        tiles = cut_tiles(arrays.starts, arrays.seq_lens, arrays.q.shape[0], geometry, config)
+        num_done = None if prefix is None else prefix.num_tokens
+        tiles = cut_tiles(arrays.starts, arrays.seq_lens, arrays.q.shape[0], geometry, config, num_done)
+    if prefix is not None:
+        flat = (array.reshape(-1, *array.shape[2:]) for array in prefix[-2:])
+        prefix = Prefix(*prefix[:-2], *flat)
     out_ref = jax.new_ref(out)
     kernel = plgpu.kernel(
         functools.partial(_program, plan),
@@ -213,7 +229,7 @@ def prefill(
         interpret=interpret or None,
         kernel_name="paged_attention_prefill",
     )
-    kernel(Inputs(*arrays, *tiles), out_ref)
+    kernel(Inputs(*arrays, *tiles, prefix), out_ref)
     return out_ref[:num_tokens]
 
 
@@ -228,8 +244,12 @@ def cut_tiles(
     num_tokens: int,
     geometry: Geometry,
     config: MosaicPrefillConfig,
+    num_done: Int[Array, " num_rows"] | None = None,
 ) -> QueryTiles:
-    """Cuts the rows of more than decode_queries(geometry) queries, at multiples of 8 tokens from the start of q."""
+    """Cuts the rows of more than decode_queries(geometry) queries, at multiples of 8 tokens from the start of q.
+
+    num_done: how many of each row's first keys are left out.
+    """
     queries = Plan(geometry, config, 1.0, False).queries_per_tile
     num_rows, fewest = seq_lens.shape[0], decode_queries(geometry) + 1
     bases = starts[:-1] // CHUNK * CHUNK
@@ -242,7 +262,8 @@ def cut_tiles(
     found = jnp.searchsorted(ends, tiles, side="right", method="compare_all").astype(jnp.int32)
     rows = jnp.minimum(found, num_rows - 1)
     tokens = bases[rows] + (tiles - ends[rows] + tiles_of_row[rows]) * queries
-    num_keys = jnp.where(found < num_rows, seq_lens[rows] - starts[rows + 1] + tokens, -num_tokens)
+    own_lens = seq_lens if num_done is None else seq_lens - num_done
+    num_keys = jnp.where(found < num_rows, own_lens[rows] - starts[rows + 1] + tokens, -num_tokens)
     order = jnp.argsort(-num_keys)
     # Summed anew, since a slice of ends would reach the kernel as a pointer that is not aligned.
     table = jnp.stack((rows, tokens // CHUNK), axis=1)[order]
@@ -277,7 +298,7 @@ def scratch_of(plan: Plan) -> Scratch:
 
 
 def _program(plan: Plan, inputs: Inputs, out: Ref, scratch: Scratch) -> None:
-    tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, out)
+    tile_at, store = functools.partial(_tile, plan, inputs), functools.partial(_store, inputs, out)
     clear_padding = functools.partial(_clear_padding, plan, inputs, out, scratch)
     run_program(plan, inputs, scratch, Role(tile_at, store, clear_padding))
 
@@ -332,9 +353,19 @@ def _tile(plan: Plan, inputs: Inputs, place: Array) -> Tile:
     first = jnp.maximum(inputs.starts[row] - token, 0)
     end = jnp.minimum(inputs.starts[row + 1] - token, plan.queries_per_tile)
     position = seq_len - (inputs.starts[row + 1] - token)
-    num_key_tiles = cdiv(position + end, plan.config.tile_keys)
-    head, first_key = head_tile * plan.heads_per_tile, jnp.int32(0)
-    return Tile(row, head, chunk, first, end, position, seq_len, num_key_tiles, first_key, index)
+    first_key = jnp.int32(0) if inputs.prefix is None else inputs.prefix.num_tokens[row]
+    num_key_tiles = cdiv(position + end - first_key, plan.config.tile_keys)
+    head, done = head_tile * plan.heads_per_tile, _done(plan, inputs, row, token)
+    return Tile(row, head, chunk, first, end, position, seq_len, num_key_tiles, first_key, index, done)
+
+
+def _done(plan: Plan, inputs: Inputs, row: Array, token: Array) -> Done | None:
+    """Asked for when a tile begins: at its end it would be waited for."""
+    prefix, places = inputs.prefix, plan.queries_per_tile
+    if prefix is None:
+        return None
+    place = prefix.first_piece[row] * places + prefix.place[row] + token - inputs.starts[row]
+    return Done(place, prefix.num_pieces[row], prefix.stride[row] * places)
 
 
 def head_and_offset(plan: Plan, tile: Tile, consumer: Array | int) -> tuple[Array, Array | int]:
@@ -491,7 +522,7 @@ def _attend(plan: Plan, scratch: Scratch, role: Role, consumer: Array, visit: Vi
 def _attend_keys(unit: Unit, sums: Ref) -> tuple[Array, Array, Array]:
     """The weighted sum of the values, the maximum and the total. Keys that all queries see need no mask."""
     num_tiles = unit.tile.num_key_tiles
-    num_masked = num_tiles - lax.div(unit.position + 1, unit.plan.config.tile_keys)
+    num_masked = num_tiles - lax.div(unit.position + 1 - unit.tile.first_key, unit.plan.config.tile_keys)
     num_masked = jnp.clip(num_masked, 1, num_tiles)
     state = _first_step(unit)
     state = lax.fori_loop(1, num_masked, functools.partial(_step, unit, sums, True), state)
@@ -610,9 +641,33 @@ def _update(unit: Unit, state: Softmax, scores: Array) -> tuple[Softmax, Array]:
     return state._replace(maximum=maximum, total=state.total * decay + jnp.sum(weights, axis=1), weights=weights), decay
 
 
-def _store(out: Ref, unit: Unit, values: Array, *_: Array) -> None:
+def _merge(prefix: Prefix, done: Done, unit: Unit, values: Array, log_sum: Array) -> Array:
+    """The output over all keys: each piece of the prefix is weighed by its sum of weights, in base 2."""
+    head, offset = head_and_offset(unit.plan, unit.tile, unit.consumer)
+
+    def over_dims(per_query: Array) -> Array:
+        return lax.broadcast_in_dim(per_query, values.shape, [0])
+
+    def join(number: Array, merged: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, maximum, total = merged
+        places = pl.ds(done.place + number * done.stride + offset, UNIT)
+        log_sum = plgpu.load(prefix.log_sums.at[places, head], layout=PER_QUERY, optimized=False)
+        piece = plgpu.load(prefix.values.at[places, head], layout=LAYOUT, optimized=False)
+        new_maximum = jnp.maximum(maximum, log_sum)
+        decay, weight = jnp.exp2(maximum - new_maximum), jnp.exp2(log_sum - new_maximum)
+        return values * over_dims(decay) + piece * over_dims(weight), new_maximum, total * decay + weight
+
+    ones = plgpu.layout_cast(jnp.ones((UNIT,), jnp.float32), PER_QUERY)
+    values, _, total = lax.fori_loop(0, done.num_pieces, join, (values, log_sum, ones))
+    return values * over_dims(1.0 / total)
+
+
+def _store(inputs: Inputs, out: Ref, unit: Unit, values: Array, maximum: Array, total: Array) -> None:
     """All 64 queries in one copy; where some are other rows' tokens, the row's own one by one."""
-    plan, tile, values = unit.plan, unit.tile, values.astype(unit.plan.geometry.dtype)
+    plan, tile = unit.plan, unit.tile
+    if inputs.prefix is not None and tile.done is not None:
+        values = _merge(inputs.prefix, tile.done, unit, values, maximum + jnp.log2(total))
+    values = values.astype(plan.geometry.dtype)
     tiled, plain = (part.at[unit.consumer] for part in unit.scratch.out)
     head, offset = head_and_offset(plan, tile, unit.consumer)
     first, end = jnp.maximum(tile.first - offset, 0), jnp.minimum(tile.end - offset, UNIT)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.paged_attention.cascade import Piece
+from pallas_kernels.paged_attention.cascade import Piece, SharedPrefixes
 from paxpage.engine.adjustments import BANNED_ALWAYS
 from paxpage.engine.block_pool import NULL_BLOCK
 from paxpage.engine.kv_cache_manager import BlockCopy, KVCacheManager
@@ -47,7 +47,7 @@ class StepShape(NamedTuple):
         """Of the fields of pallas_kernels.paged_attention.cascade.SharedPrefixes; none if the step takes none."""
         if not self.max_pieces:
             return ()
-        return (self.max_pieces, len(Piece._fields)), (1,), *[(self.num_rows,)] * 4
+        return (self.max_pieces, len(Piece._fields)), (1,), *[(self.num_rows,)] * (len(SharedPrefixes._fields) - 2)
 
 
 class StepInputs(NamedTuple):

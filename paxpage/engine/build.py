@@ -178,7 +178,7 @@ def _plan(config: EngineConfig, limits: SchedulerConfig, served: ServedModel) ->
     is_cascading = config.enable_cascade_attention
     rules = _sharing_rules(served, config.block_size, dtype, limits.max_num_seqs) if is_cascading else None
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, blocks_per_row)
-    return Plan(step_shapes(_platform(), *sizes, is_sharing=rules is not None), rules, dtype)
+    return Plan(step_shapes(_platform(), *sizes, sharing_rules=rules), rules, dtype)
 
 
 def _num_blocks(

@@ -28,7 +28,7 @@ ROW_BUCKETS = {"cpu": (1, 8, 32, 128), "gpu": (1, 4, 8, 32, 64, 128, 160, 192, 2
 TOKEN_BUCKETS = {"cpu": (64, 256, 1024), "gpu": (64, 128, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)}
 # Rows of decode steps that read shared prefixes once: fewer than ROW_BUCKETS, as what they save outweighs some padding.
 SHARING_BUCKETS = {"cpu": (), "gpu": (64, 128, 192, 256, 512)}
-MAX_SHARING_TOKENS = 512  # of a mixed step; longer ones are few, and most of their time goes into other tokens
+MAX_SHARING_TOKENS = 4096  # of a mixed step; what prefixes give is kept in float32, 45 KiB for a token of 8B
 # Whether there is a sampler without log-probabilities too: on a CPU they cost next to nothing beside the draw.
 SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 # Whether only the largest steps, in which every batch fits, and the smallest decode step are compiled before the first
@@ -42,24 +42,32 @@ UNSAMPLED_ROWS = {"cpu": (), "gpu": (4,)}
 
 
 def step_shapes(
-    platform: str, max_num_seqs: int, max_num_batched_tokens: int, blocks_per_row: int, *, is_sharing: bool = False
+    platform: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    blocks_per_row: int,
+    *,
+    sharing_rules: cascade.Rules | None = None,
 ) -> list[StepShape]:
     """Every padded size that a step can have, smallest first: decode shapes, then mixed ones.
 
     platform: a key of ROW_BUCKETS. A mixed shape has more tokens than rows, so the two kinds cannot be confused.
-    is_sharing: also decode shapes for batches with shared prefixes, which the shorter mixed ones then take too. Where
-    there are none that costs a kernel a layer: of a decode step an estimated 2%, worth shapes of its own, of a mixed
-    one 1%.
+    sharing_rules: also decode shapes for batches with shared prefixes, which the mixed ones then take too. Where there
+    are none that costs a kernel a layer: of a decode step an estimated 2%, worth shapes of its own, of a mixed one 1%.
     """
     rows = [n for n in ROW_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs]
-    sharing = [n for n in SHARING_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs] if is_sharing else []
+    sharing = [n for n in SHARING_BUCKETS[platform] if n < max_num_seqs] + [max_num_seqs] if sharing_rules else []
     most = max(max_num_batched_tokens, max_num_seqs + 1)
     mixed = [(n, max(r for r in rows if r < n)) for n in TOKEN_BUCKETS[platform] if n < most] + [(most, max_num_seqs)]
     decode = [StepShape(n, n, blocks_per_row) for n in rows]
     decode += [StepShape(n, n, blocks_per_row, cascade.MAX_PIECES) for n in sharing]
-    most_pieces = cascade.MAX_PIECES if is_sharing else 0
-    pieces = [most_pieces if num_tokens <= MAX_SHARING_TOKENS else 0 for num_tokens, _ in mixed]
-    return decode + [StepShape(*size, blocks_per_row, count) for size, count in zip(mixed, pieces, strict=True)]
+
+    def pieces_of(num_tokens: int) -> int:
+        if sharing_rules is None or num_tokens > MAX_SHARING_TOKENS:
+            return 0
+        return cascade.max_pieces(num_tokens, sharing_rules)
+
+    return decode + [StepShape(*size, blocks_per_row, pieces_of(size[0])) for size in mixed]
 
 
 def sampled_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:

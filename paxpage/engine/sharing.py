@@ -34,8 +34,8 @@ class PrefixFinder:
 
     def _search(self, batch: ScheduledBatch, manager: KVCacheManager) -> cascade.SharedPrefixes | None:
         table_rows = np.array([row.request.row for row in batch.rows])
-        if not cascade.may_share(manager.block_tables, table_rows, self.rules):
+        if batch.is_decode and not cascade.may_share(manager.block_tables, table_rows, self.rules):
             return None
-        seq_lens = np.array([row.start + 1 if row.num_tokens == 1 else 0 for row in batch.rows])
-        tokens = np.cumsum([0, *(row.num_tokens for row in batch.rows)], dtype=np.int32)[:-1]
-        return cascade.shared_prefixes(manager.block_tables, table_rows, seq_lens, tokens, self.rules)
+        contexts = np.array([row.start for row in batch.rows], np.int32)
+        starts = np.cumsum([0, *(row.num_tokens for row in batch.rows)], dtype=np.int32)
+        return cascade.shared_prefixes(manager.block_tables, table_rows, contexts, starts, self.rules)

@@ -1,8 +1,9 @@
-"""Decode over shared prefixes on Mosaic GPU: interpreted on the CPU with its race detector; on a GPU at real sizes."""
+"""Attention over shared prefixes on Mosaic GPU: interpreted on the CPU with a race detector; on a GPU at real sizes."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import cascade, mosaic_cascade
 from pallas_kernels.paged_attention.cascade import Rules, SharedPrefixes
 from pallas_kernels.paged_attention.config import Geometry
-from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig
-from pallas_kernels.paged_attention.mosaic_prefill import prefill_config
+from pallas_kernels.paged_attention.mosaic_decode import MosaicDecodeConfig, decode
+from pallas_kernels.paged_attention.mosaic_prefill import MosaicPrefillConfig, prefill, prefill_config
 from pallas_kernels.paged_attention.shapes import AttentionShape, HeadLayout, Row
 from pallas_kernels.paged_attention.triton_common import Refs
 from tests.helpers.attention_cases import LAYER, AttentionCase, Garbage, Padding, dense_attention, make_case
@@ -29,6 +30,22 @@ LONG, SHORT, NONE = 560, 144, 0  # tokens of two prefixes: 4.4 and 1.1 tiles of 
 ROWS = [(LONG, 1), (SHORT, 20), (LONG, 17), (NONE, 70), (LONG, 100), (SHORT, 1), (LONG, 16), (SHORT, 9), (SHORT, 33)]
 FEW_ROWS = [(SHORT, 1), (SHORT, 20), (NONE, 5), (SHORT, 70), (SHORT, 16)]
 EVEN, ODD = HeadLayout(2, 1, 64), HeadLayout(1, 1, 64)
+# The same, and how many queries: of two prefixes prefill chunks, of the third rows of one query.
+FIRST, SECOND, THIRD = 48, 160, 112
+CHUNKED = [
+    ((FIRST, 40), 18),
+    ((THIRD, 5), 1),
+    ((SECOND, 17), 17),
+    *[((THIRD, own), 1) for own in (1, 30, 16)],
+    ((FIRST, 66), 66),
+    ((NONE, 25), 17),
+    ((SECOND, 90), 30),
+    ((FIRST, 20), 20),
+    ((NONE, 40), 2),
+    ((SECOND, 19), 17),
+    ((FIRST, 30), 19),
+    ((SECOND, 64), 37),
+]
 
 
 def case_of(
@@ -39,9 +56,9 @@ def case_of(
     garbage: Garbage | None = None,
     chunks: Mapping[int, int] | None = None,
 ) -> AttentionCase:
-    """Rows of one query whose tables begin with the first row's of the same prefix, and some rows of padding.
+    """Rows whose tables begin with the first row's of the same prefix, and some rows of padding.
 
-    chunks: rows that share nothing and have other than one query, and how many.
+    chunks: which rows have other than one query, and how many.
     """
     queries = np.ones(len(rows), int)
     for index, count in (chunks or {}).items():
@@ -60,8 +77,9 @@ def case_of(
         positions = np.arange(num_shared + num_own)
         slots = case.block_tables[index, positions // block_size], slice(None), positions % block_size
         keys, values = case.k_cache[LAYER][slots], case.v_cache[LAYER][slots]
-        token = case.query_start_loc[index]
-        case.expected[token] = dense_attention(case.q[token : token + 1], keys, values, sum(rows[index]) - 1, None)[0]
+        tokens = slice(*case.query_start_loc[index : index + 2])
+        context = sum(rows[index]) - int(queries[index])
+        case.expected[tokens] = dense_attention(case.q[tokens], keys, values, context, None)
     return case
 
 
@@ -75,11 +93,22 @@ def geometry_of(case: AttentionCase) -> Geometry:
 def shared_in(case: AttentionCase, **changes: int) -> SharedPrefixes:
     """What is found, by rules under which next to nothing pays."""
     rules = cascade.rules_for(geometry_of(case))._replace(**({"min_saved_tokens": 100} | changes))
-    is_alone = np.diff(case.query_start_loc) == 1
-    seq_lens, tokens = np.where(is_alone, case.seq_lens, 0), case.query_start_loc[:-1]
-    shared = cascade.shared_prefixes(case.block_tables, np.arange(len(seq_lens)), seq_lens, tokens, rules)
+    contexts = case.seq_lens - np.diff(case.query_start_loc)
+    shared = cascade.shared_prefixes(case.block_tables, np.arange(len(contexts)), contexts, case.query_start_loc, rules)
     assert shared is not None
     return shared
+
+
+def attend(
+    arrays: Refs, shared: SharedPrefixes, geometry: Geometry, tiles: MosaicPrefillConfig, interpret: Any
+) -> jax.Array:
+    """As mosaic.paged_attention, which cannot be interpreted."""
+    scale = geometry.head_dim**-0.5
+    prefix = mosaic_cascade.attend_prefixes(arrays, shared, geometry, tiles, scale, interpret)
+    out = decode(arrays, None, geometry, MosaicDecodeConfig(64, 2, 1), scale, interpret, prefix=prefix)
+    if len(arrays.q) == len(arrays.seq_lens):
+        return out
+    return prefill(arrays, out, geometry, tiles, scale, interpret, prefix=prefix)
 
 
 def interpreted(case: AttentionCase, shared: SharedPrefixes) -> np.ndarray:
@@ -87,10 +116,9 @@ def interpreted(case: AttentionCase, shared: SharedPrefixes) -> np.ndarray:
     q, k, v, *rows = case.arguments
     geometry = geometry_of(case)
     arrays = Refs(jnp.full((1,), LAYER, jnp.int32), *rows, q, k, v)
-    configs = dataclasses.replace(prefill_config(geometry), num_programs=2), MosaicDecodeConfig(64, 2, 1)
+    tiles = dataclasses.replace(prefill_config(geometry), num_programs=2)
     shared = SharedPrefixes(*map(jnp.asarray, shared))
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = mosaic_cascade.decode(arrays, shared, geometry, *configs, geometry.head_dim**-0.5, interpret)
+    out = attend(arrays, shared, geometry, tiles, plgpu.InterpretGPUParams(detect_races=True))
     assert out.shape == q.shape and out.dtype == q.dtype
     return np.asarray(out.astype(jnp.float32))
 
@@ -118,10 +146,28 @@ def test_rows_beside_prefill_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     case = case_of(EVEN, [*ROWS[:3], (NONE, 90), (NONE, 30), *ROWS[4:]], chunks={3: 20, 4: 2})
     shared = shared_in(case)
     assert shared.num_tokens.tolist() == [LONG, SHORT, LONG, 0, 0, LONG, SHORT, LONG, SHORT, SHORT, 0]
-    is_decode = np.ones(len(case.q), bool)
-    is_decode[3:23] = is_decode[case.query_start_loc[-1] :] = False
-    out = interpreted(case, shared)[is_decode]
-    np.testing.assert_allclose(out, case.expected[is_decode], rtol=0, atol=TOLERANCE["bfloat16"])
+    np.testing.assert_allclose(interpreted(case, shared), case.expected, rtol=0, atol=TOLERANCE["bfloat16"])
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_size", "dtype", "num_pieces"),
+    [(EVEN, 16, "bfloat16", {0, 1, 2}), (ODD, 8, "float16", {0, 1})],
+    ids=["two heads", "one head"],
+)
+def test_prefill_chunks(
+    layout: HeadLayout, block_size: int, dtype: str, num_pieces: set[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two groups of chunks between each other, that begin and end anywhere; rows of one query that share, and others.
+
+    Chunks longer than a window, and some that stand in two; prefixes as they are, and cut in pieces.
+    """
+    rows, chunks = zip(*CHUNKED, strict=True)
+    case = case_of(layout, list(rows), block_size, dtype, chunks=dict(enumerate(chunks)))
+    shared = shared_in(case, min_saved_tokens=40, min_saved_tiles=-100, **({} if 2 in num_pieces else {"num_lanes": 1}))
+    assert shared.num_tokens.tolist() == [num_shared for num_shared, _ in rows] + [0]
+    assert set(shared.num_pieces.tolist()) == num_pieces
+    np.testing.assert_allclose(interpreted(case, shared), case.expected, rtol=0, atol=TOLERANCE[dtype])
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
@@ -139,8 +185,9 @@ def test_what_no_row_owns_and_what_is_shared_is_not_read() -> None:
 def test_it_changes_no_result(backend: str) -> None:
     """By no more than rounding, whether or not the backend makes use of it."""
     case = case_of(EVEN, ROWS)
-    attend = functools.partial(paged_attention, layer=LAYER, backend=backend)
-    out = attend(*case.arguments, shared=SharedPrefixes(*map(jnp.asarray, shared_in(case))))
+    out = functools.partial(paged_attention, layer=LAYER, backend=backend)(
+        *case.arguments, shared=SharedPrefixes(*map(jnp.asarray, shared_in(case)))
+    )
     np.testing.assert_allclose(out.astype(jnp.float32), case.expected, rtol=0, atol=TOLERANCE["bfloat16"])
 
 
@@ -163,8 +210,8 @@ def test_on_a_gpu_at_real_sizes(layout: HeadLayout, block_size: int, dtype: str)
     rows = [(lengths[row % 4], 1 + 37 * row % 200) for row in range(99)]
     case = case_of(layout, rows, block_size, dtype)
     shared = SharedPrefixes(*map(jnp.asarray, shared_in(case)))
-    attend = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
-    out, plain = (np.asarray(attend(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
+    on_gpu = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
+    out, plain = (np.asarray(on_gpu(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
     np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE[dtype])
     np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE[dtype])
     np.testing.assert_array_equal(out[len(rows) :], 0)
@@ -177,8 +224,8 @@ def test_beside_prefill_chunks_on_a_gpu(layout: HeadLayout) -> None:
     rows = [(lengths[row % 4], 100 + 37 * row % 200) for row in range(99)]
     case = case_of(layout, rows, chunks={2: 40, 6: 2, 50: 64})
     shared = SharedPrefixes(*map(jnp.asarray, shared_in(case)))
-    attend = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
-    out, plain = (np.asarray(attend(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
+    on_gpu = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
+    out, plain = (np.asarray(on_gpu(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
     np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE["bfloat16"])
     np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE["bfloat16"])
 
@@ -189,13 +236,10 @@ def test_lowers_for_a_gpu(layout: HeadLayout) -> None:
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(1,), (64, 9), (64,), (65,)]]
     q = jax.ShapeDtypeStruct((64, layout.num_heads, layout.head_dim), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 9, layout.num_kv_heads, 16, layout.head_dim), jnp.bfloat16)
-    shapes = [(cascade.MAX_PIECES, len(cascade.Piece._fields)), (1,), *[(64,)] * 4]
+    shapes = [(cascade.MAX_PIECES, len(cascade.Piece._fields)), (1,), *[(64,)] * 5]
     shared = SharedPrefixes(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
 
-    def run(arrays: Refs, shared: SharedPrefixes) -> jax.Array:
-        configs = prefill_config(geometry), MosaicDecodeConfig(64, 2, 1)
-        return mosaic_cascade.decode(arrays, shared, geometry, *configs, 0.1, None)
-
+    run = functools.partial(attend, geometry=geometry, tiles=prefill_config(geometry), interpret=None)
     lowered = jax.jit(run).trace(Refs(*ints, q, cache, cache), shared).lower(lowering_platforms=("cuda",))
     assert "paged_attention_prefixes" in lowered.as_text() and "paged_attention_decode" in lowered.as_text()
 

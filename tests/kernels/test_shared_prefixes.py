@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.cascade import (
     Rules,
     SharedPrefixes,
     find_groups,
+    max_pieces,
     may_share,
     piece_size,
     rules_for,
@@ -24,7 +25,7 @@ from pallas_kernels.paged_attention.cascade import (
 from pallas_kernels.paged_attention.config import Geometry
 
 LLAMA = Geometry(32, 8, 128, 16, "bfloat16", "bfloat16")
-SMALL = Rules(block_size=16, window_rows=16, num_lanes=4, min_saved_tokens=64)
+SMALL = Rules(block_size=16, chunk_queries=5, window_rows=16, num_lanes=4, min_saved_tokens=64)
 WIDTH = 12
 
 
@@ -85,49 +86,51 @@ def test_no_group_that_pays_is_left(batch: tuple[np.ndarray, np.ndarray]) -> Non
 
 
 @settings(deadline=None)
-@given(batches(), st.integers(1, 6))
-def test_pieces_cover_each_rows_prefix_once(batch: tuple[np.ndarray, np.ndarray], num_lanes: int) -> None:
-    tables, seq_lens = batch
-    rules, rows = SMALL._replace(num_lanes=num_lanes), np.arange(len(tables))
-    tokens = np.cumsum(np.where(seq_lens == 0, 3, 1)) - 1  # rows that take no part may have other than one query
-    shared = shared_prefixes(tables, rows, seq_lens, tokens, rules)
-    if shared is None:
-        return
-    check(shared, tables, seq_lens, tokens)
-
-
-def check(
-    shared: SharedPrefixes,
-    tables: np.ndarray,
-    seq_lens: np.ndarray,
-    tokens: np.ndarray | None = None,
-    window_rows: int = 16,
+@given(batches(), st.integers(1, 6), st.lists(st.sampled_from([0, 1, 1, 1, 3, 5, 9, 18, 40]), min_size=40, max_size=40))
+def test_pieces_cover_each_rows_prefix_once(
+    batch: tuple[np.ndarray, np.ndarray], num_lanes: int, counts: list[int]
 ) -> None:
-    """What the kernels take for granted."""
-    tokens = np.arange(len(tables)) if tokens is None else tokens
-    total = int(shared.total[0])
-    assert 1 <= total <= MAX_PIECES and (shared.num_tokens > 0).sum() > WINDOW_COST
+    """Of all kinds of rows, under rules by which everything pays that can be shared."""
+    tables, seq_lens = batch
+    rules = SMALL._replace(num_lanes=num_lanes, min_saved_tiles=-1000)
+    queries = np.minimum(counts[: len(tables)], seq_lens)
+    contexts, starts = seq_lens - queries, np.cumsum([0, *queries])
+    shared = shared_prefixes(tables, np.arange(len(tables)), contexts, starts, rules)
+    if shared is not None:
+        check(shared, tables, contexts, starts, rules)
+
+
+def check(shared: SharedPrefixes, tables: np.ndarray, contexts: np.ndarray, starts: np.ndarray, rules: Rules) -> None:
+    """What the kernels take for granted: for each query, one place in a window of each of its row's pieces."""
+    total, counts = int(shared.total[0]), np.diff(starts)
+    assert 1 <= total <= len(shared.pieces) == (MAX_PIECES if max(counts) == 1 else max_pieces(int(starts[-1]), rules))
     assert all(field.dtype == np.int32 for field in shared)
-    for row, (num_tokens, first, count, place) in enumerate(zip(*shared[2:], strict=True)):
+    for row, (num_tokens, first, count, place, stride) in enumerate(zip(*shared[2:], strict=True)):
         if num_tokens == 0:
-            assert first == count == place == 0
+            assert first == count == place == stride == 0
             continue
-        assert num_tokens % 16 == 0 and num_tokens < seq_lens[row] and first + count <= total
-        next_tile = 0
-        for piece in map(Piece._make, shared.pieces[first : first + count].tolist()):
-            assert piece.num_tokens == num_tokens and piece.first_tile == next_tile and piece.num_tiles > 0
-            assert (tables[piece.row, : num_tokens // 16] == tables[row, : num_tokens // 16]).all()
-            assert tokens[row] == piece.chunk * 8 + place and 0 <= place < window_rows
-            next_tile += piece.num_tiles
-        assert next_tile == -(-num_tokens // TILE_KEYS)
+        assert counts[row] == 1 or counts[row] >= rules.chunk_queries
+        assert num_tokens % 16 == 0 and num_tokens <= contexts[row]
+        assert count > 0 and (stride == 1 or counts[row] > 1)
+        for query in range(counts[row]):
+            windows, places = np.divmod(
+                place + query + rules.window_rows * (first + stride * np.arange(count)), rules.window_rows
+            )
+            pieces = [Piece(*shared.pieces[window].tolist()) for window in windows]
+            assert max(windows) < total and {piece.num_tokens for piece in pieces} == {num_tokens}
+            assert all((tables[piece.row] == tables[row])[: num_tokens // 16].all() for piece in pieces)
+            assert {8 * piece.chunk + at for piece, at in zip(pieces, places, strict=True)} == {starts[row] + query}
+            ends = np.cumsum([0] + [piece.num_tiles for piece in pieces])
+            assert [piece.first_tile for piece in pieces] == ends[:-1].tolist() and min(np.diff(ends)) > 0
+            assert ends[-1] == -(-num_tokens // TILE_KEYS)
 
 
 def test_the_workload_of_many_users_on_one_system_prompt() -> None:
     """64 rows, 4000 shared tokens: one piece for each lane, all of one size."""
     tables = tables_of([list(range(1, 251))] * 64, 272)
-    shared = shared_prefixes(tables, np.arange(64), np.full(64, 4033), np.arange(64), rules_for(LLAMA))
+    shared = shared_prefixes(tables, np.arange(64), np.full(64, 4032), np.arange(65), rules_for(LLAMA))
     assert shared is not None
-    check(shared, tables, np.full(64, 4033), window_rows=64)
+    check(shared, tables, np.full(64, 4032), np.arange(65), rules_for(LLAMA))
     assert shared.pieces[:9].tolist() == [[0, 0, 4000, 4 * piece, 4] for piece in range(8)] + [[0] * 5]
     assert shared.num_pieces.tolist() == [8] * 64 and shared.place.tolist() == list(range(64))
 
@@ -138,9 +141,9 @@ def test_several_groups_and_rows_that_stand_anywhere() -> None:
     prefixes = [long if row % 2 else short for row in range(100)]
     order = np.random.default_rng(0).permutation(100)
     tables = tables_of(prefixes, 272)
-    shared = shared_prefixes(tables, order, np.full(100, 4000), np.arange(100), rules_for(LLAMA))
+    shared = shared_prefixes(tables, order, np.full(100, 3999), np.arange(101), rules_for(LLAMA))
     assert shared is not None
-    check(shared, tables[order], np.full(100, 4000), window_rows=64)
+    check(shared, tables[order], np.full(100, 3999), np.arange(101), rules_for(LLAMA))
     assert shared.num_tokens.tolist() == [1600 if row % 2 else 640 for row in order]
 
 
@@ -162,20 +165,22 @@ def test_one_row_that_shares_less_does_not_spoil_it() -> None:
 )
 def test_short_or_lonely_beginnings_are_left_alone(num_rows: int, num_blocks: int, is_worth_it: bool) -> None:
     tables, rows = tables_of([list(range(1, num_blocks + 1))] * num_rows, 272), np.arange(num_rows)
-    assert (shared_prefixes(tables, rows, np.full(num_rows, 4300), rows, rules_for(LLAMA)) is not None) == is_worth_it
+    assert (
+        shared_prefixes(tables, rows, np.full(num_rows, 4299), np.arange(num_rows + 1), rules_for(LLAMA)) is not None
+    ) == is_worth_it
     assert may_share(tables, rows, rules_for(LLAMA)) == is_worth_it
 
 
 def test_null_blocks_are_nobodys_beginning() -> None:
     tables = np.zeros((64, 272), np.int32)
     assert not may_share(tables, np.arange(64), rules_for(LLAMA))
-    assert shared_prefixes(tables, np.arange(64), np.zeros(64, np.int32), np.arange(64), rules_for(LLAMA)) is None
+    assert shared_prefixes(tables, np.arange(64), np.zeros(64, np.int32), np.arange(65), rules_for(LLAMA)) is None
 
 
 def test_a_last_block_that_is_being_written_is_not_shared() -> None:
     """Forks of one sequence have all blocks in common but the one that the step writes to."""
     tables = tables_of([list(range(1, 101))] * 32, 272)
-    shared = shared_prefixes(tables, np.arange(32), np.full(32, 1600), np.arange(32), rules_for(LLAMA))
+    shared = shared_prefixes(tables, np.arange(32), np.full(32, 1599), np.arange(33), rules_for(LLAMA))
     assert shared is not None and shared.num_tokens.tolist() == [99 * 16] * 32
 
 
@@ -188,8 +193,65 @@ def test_pieces_keep_all_lanes_busy(tiles: list[int], num_lanes: int, size: int)
     assert sum(-(-count // size) for count in tiles) <= MAX_PIECES
 
 
+@pytest.mark.parametrize(
+    ("chunks", "num_windows", "num_pieces"),
+    [
+        ([(250, 0, 32)] * 64, 32, 1),
+        ([(250, 0, 8)] * 64, 8, 1),
+        ([(62, 8, 16)] * 128, 32, 1),
+        ([(250, 0, 5)] * 16, 2, 4),
+        ([(0, 4000, 32)], 1, 8),
+        ([(0, 4000, 32), (0, 2000, 100)], 3, 4),
+        ([(250, 100, 1)] * 64 + [(250, 40, 30)], 1, 8),
+    ],
+    ids=["32 queries", "8", "16", "few rows", "one row", "two rows", "beside decode rows"],
+)
+def test_chunks_whose_beginnings_are_computed_apart(
+    chunks: list[tuple[int, int, int]], num_windows: int, num_pieces: int
+) -> None:
+    """Blocks that all have in common, tokens before the chunk that are the row's own, and its queries.
+
+    Many rows are stacked; the beginnings of a few rows are cut into pieces, for all of the GPU.
+    """
+    rules, tables = rules_for(LLAMA), tables_of([list(range(1, num_blocks + 1)) for num_blocks, *_ in chunks], 272)
+    contexts, starts = np.array([16 * n + own for n, own, _ in chunks]), np.cumsum([0] + [n for *_, n in chunks])
+    shared = shared_prefixes(tables, np.arange(len(chunks)), contexts, starts, rules)
+    assert shared is not None
+    check(shared, tables, contexts, starts, rules)
+    is_chunk = np.diff(starts) > 1
+    assert shared.num_tokens.all() and max(shared.num_pieces[is_chunk]) == num_pieces
+    assert len({chunk for row, chunk, *_ in shared.pieces[: shared.total[0]].tolist() if is_chunk[row]}) == num_windows
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(250, 0, 64)] * 16,  # fill their tiles by themselves
+        [(250, 0, 4)] * 64,  # are the decode kernel's
+        [(0, 0, 512)] * 4,
+        [(0, 0, 2000), (0, 4000, 32)],  # one hides behind the other
+        [(0, 900, 32)],
+    ],
+    ids=["64 queries", "4 queries", "no context", "beside a long one", "short context"],
+)
+def test_chunks_that_are_left_alone(chunks: list[tuple[int, int, int]]) -> None:
+    rules, tables = rules_for(LLAMA), tables_of([list(range(1, num_blocks + 1)) for num_blocks, *_ in chunks], 272)
+    contexts, starts = np.array([16 * n + own for n, own, _ in chunks]), np.cumsum([0] + [n for *_, n in chunks])
+    assert shared_prefixes(tables, np.arange(len(chunks)), contexts, starts, rules) is None
+
+
+def test_more_groups_of_chunks_than_there_is_room_for() -> None:
+    """Four, whose rows stand between each other's: as many are taken as fit."""
+    rules = rules_for(LLAMA)
+    tables = tables_of([list(range(300 * (row % 4) + 1, 300 * (row % 4) + 251)) for row in range(128)], 272)
+    shared = shared_prefixes(tables, np.arange(128), np.full(128, 4000), np.arange(0, 8 * 129, 8), rules)
+    assert shared is not None
+    check(shared, tables, np.full(128, 4000), np.arange(0, 8 * 129, 8), rules)
+    assert (shared.num_tokens > 0).sum() == 64 and shared.total[0] == MAX_PIECES + 1024 // 64
+
+
 def test_rules_follow_the_heads() -> None:
     """An odd group is multiplied a head at a time, in windows twice as wide; smaller heads must save more tokens."""
-    assert rules_for(LLAMA) == Rules(16, 64, 8, 8192)
+    assert rules_for(LLAMA) == Rules(16, 5, 64, 8, 8192)
     assert rules_for(dataclasses.replace(LLAMA, head_dim=64)).min_saved_tokens == 16384
-    assert rules_for(dataclasses.replace(LLAMA, num_heads=28, num_kv_heads=4))[1:3] == (128, 4)
+    assert rules_for(dataclasses.replace(LLAMA, num_heads=28, num_kv_heads=4))[1:4] == (3, 128, 4)

@@ -9,13 +9,17 @@ import pytest
 from pallas_kernels.paged_attention import cascade
 from paxpage import LLM
 from paxpage.engine.batch import StepShape, pack, unpack, unpack_shared
+from paxpage.engine.kv_cache_manager import KVCacheManager
 from paxpage.engine.model_runner import choose_shape, step_shapes
+from paxpage.engine.scheduler import ScheduledBatch
 from paxpage.engine.sharing import PrefixFinder
 from tests.helpers.checkpoints import TINY, write_checkpoint
 from tests.helpers.engines import greedy_params, tokens
 from tests.unit.engine.host_side import Sizes, make_request, make_scheduler
 
-RULES = cascade.Rules(block_size=16, window_rows=64, num_lanes=2, min_saved_tokens=100)
+RULES = cascade.Rules(
+    block_size=16, chunk_queries=5, window_rows=64, num_lanes=2, min_saved_tokens=100, min_saved_tiles=-100
+)
 PROMPTS = [[50 + j % 400 for j in range(150)] + [7 + j] * 5 for j in range(6)]
 
 
@@ -28,28 +32,50 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_step_with_shared_prefixes_gives_the_same_tokens(tiny: LLM) -> None:
-    """Where there is no kernel for them, as here, they are left unread."""
+class NotingFinder(PrefixFinder):
+    """Keeps what it finds in mixed steps."""
+
+    def __init__(self) -> None:
+        super().__init__(RULES, 512)
+        self.in_mixed_steps: list[cascade.SharedPrefixes] = []
+
+    def find(self, batch: ScheduledBatch, manager: KVCacheManager) -> cascade.SharedPrefixes | None:
+        found = super().find(batch, manager)
+        if found is not None and not batch.is_decode:
+            self.in_mixed_steps.append(found)
+        return found
+
+
+def test_steps_with_shared_prefixes_give_the_same_tokens(tiny: LLM) -> None:
+    """A mixed step with chunks behind a shared prefix, then decode steps.
+
+    Where there is no kernel for them, as here, they are left unread.
+    """
     params, runner = greedy_params(8), tiny.engine.runner
     expected = tokens(tiny, PROMPTS, params)
-    plain = next(shape for shape in runner.shapes if shape.is_decode and shape.num_rows == 6)
-    sharing = plain._replace(max_pieces=cascade.MAX_PIECES)
-    runner.shapes.append(sharing)
-    runner._compiled[sharing] = runner._compile(sharing)
-    runner._finder = PrefixFinder(RULES, 512)
-    kept = runner._compiled.pop(plain)  # so that a step in it would fail
+    shapes, finder = list(runner.shapes), NotingFinder()
+    decode = next(shape for shape in shapes if shape.is_decode and shape.num_rows == 6)
+    mixed = shapes[-1]
+    pieces = {decode: cascade.MAX_PIECES, mixed: cascade.max_pieces(mixed.num_tokens, RULES)}
+    runner.shapes[:] = [shape._replace(max_pieces=count) for shape, count in pieces.items()]
+    runner._finder = finder
     try:
+        for shape in runner.shapes:
+            runner._compiled[shape] = runner._compile(shape)
+        tiny.engine.reset_prefix_cache()
         assert tokens(tiny, PROMPTS, params) == expected
     finally:
-        runner._compiled[plain], runner._finder = kept, None
-        runner.shapes.remove(sharing)
+        runner.shapes[:], runner._finder = shapes, None
+    assert [shared.num_tokens.tolist() for shared in finder.in_mixed_steps] == [[0] + [144] * 5]
 
 
 def test_shapes_for_sharing_are_chosen_where_something_is_shared() -> None:
-    shapes = step_shapes("gpu", 256, 1024, 8, is_sharing=True)
+    shapes = step_shapes("gpu", 256, 1024, 8, sharing_rules=RULES)
     assert [shape.num_rows for shape in shapes if shape.is_decode and shape.max_pieces] == [64, 128, 192, 256]
-    longest = {shape.max_pieces: shape.num_tokens for shape in shapes if not shape.is_decode}
-    assert longest == {cascade.MAX_PIECES: 512, 0: 1024} and len(shapes) == len(set(shapes))
+    mixed = [shape for shape in shapes if not shape.is_decode]
+    assert [shape.max_pieces for shape in mixed] == [32 + shape.num_tokens // 64 for shape in mixed]
+    assert len(shapes) == len(set(shapes))
+    assert step_shapes("gpu", 256, 8192, 8, sharing_rules=RULES)[-1].max_pieces == 0, "more than 4096 tokens"
     without = {shape._replace(max_pieces=0) for shape in shapes}
     assert without == set(step_shapes("gpu", 256, 1024, 8))
     scheduler = make_scheduler(Sizes(num_usable=200, max_num_seqs=40))
@@ -91,6 +117,26 @@ def test_what_decode_steps_share_is_looked_for_when_their_requests_change() -> N
     assert anew is not None and anew is not again and num_rows == 8 and anew.num_tokens.tolist() == [144] * 6 + [0] * 2
 
 
+def test_prefill_chunks_behind_blocks_that_are_cached_share_them() -> None:
+    """Beside rows of one query with the same blocks, which share them too, and a prompt of which nothing is cached."""
+    scheduler = make_scheduler(
+        Sizes(num_usable=200, max_num_seqs=16, max_num_batched_tokens=300, has_prefix_cache=True)
+    )
+    for index, prompt in enumerate(PROMPTS):
+        scheduler.add(make_request(str(index), prompt, max_tokens=20))
+    while scheduler.waiting or any(request.num_computed_tokens < 155 for request in scheduler.running):
+        batch = scheduler.schedule()
+        scheduler.update(batch, [7] * len(batch.rows))
+    for index in range(5):
+        scheduler.add(make_request(f"late {index}", [*PROMPTS[0][:150], *[30 + index] * 15]))
+    scheduler.add(make_request("other", [9] * 40))
+    batch = scheduler.schedule()
+    shared = PrefixFinder(RULES, max_tokens=300).find(batch, scheduler.manager)
+    assert [row.num_tokens for row in batch.rows] == [1] * 6 + [21] * 5 + [40] and shared is not None
+    assert shared.num_tokens.tolist() == [144] * 11 + [0]
+    assert shared.place[6:11].tolist() == [6 + 21 * index - (64 if index > 2 else 0) for index in range(5)]
+
+
 def test_shared_prefixes_travel_with_the_batch() -> None:
     """Padded with zeros; rows with the most keys of their own come first."""
     scheduler = make_scheduler(Sizes(num_usable=60, max_num_seqs=4, max_num_batched_tokens=200, has_prefix_cache=True))
@@ -99,7 +145,7 @@ def test_shared_prefixes_travel_with_the_batch() -> None:
         scheduler.add(make_request(str(index), prompt))
     scheduler.update(scheduler.schedule(), [7] * 3)
     batch, shape = scheduler.schedule(), StepShape(5, 5, 60, 2)
-    rows = np.array([[0, 32, 32], [0, 0, 0], [0, 1, 1], [0, 1, 2]], np.int32)
+    rows = np.array([[0, 32, 32], [0, 0, 0], [0, 1, 1], [0, 1, 2], [0, 1, 1]], np.int32)
     shared = cascade.SharedPrefixes(np.array([[1, 0, 32, 0, 1], [0] * 5], np.int32), np.array([1], np.int32), *rows)
     packed = pack(batch, shape, scheduler.manager, shared)
     assert packed.shape == (shape.num_ints,)
