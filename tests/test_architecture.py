@@ -61,7 +61,7 @@ ZONES = {
     "device": Zone(
         _in_engine(
             *("kv_cache", "memory", "sampler", "step", "programs", "executables", "model_runner"),
-            *("lowering", "lowering_worker"),
+            *("lowering", "lowering_worker", "mosaic_kernels"),
         ),
         ("config", "batch", "models", "kernels"),
         None,

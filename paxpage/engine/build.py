@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
 # (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
 SAMPLING_ARRAYS = 10
-COMING_MARGIN = 32 * memory.MIB  # over the weights' own bytes, for what loading leaves
+COMING_MARGIN = 64 * memory.MIB  # over the weights' own bytes, for what loading leaves
 FEWEST_OF_FITTING = 0.99  # of the blocks that fit: fewer are not worth lowering the steps again
 STEP_BYTES_MARGIN = 1.25  # over the sum of a layer's arrays, of which 8B's steps on an H200 take 0.2 to 0.6
 
@@ -202,9 +202,10 @@ def _num_blocks(
 
 def as_expected(num_blocks: int, expected: int | None) -> int:
     """The number that steps have been lowered for ahead, if it is hardly less than the one that fits."""
-    if expected is None or not FEWEST_OF_FITTING * num_blocks <= expected <= num_blocks:
-        return num_blocks
-    return expected
+    if expected is None or FEWEST_OF_FITTING * num_blocks <= expected <= num_blocks:
+        return expected or num_blocks
+    logger.info("%d blocks fit, not %d as expected: steps are lowered again", num_blocks, expected)
+    return num_blocks
 
 
 def _make_runner(config: EngineConfig, served: ServedModel, plan: Plan, num_blocks: int) -> ModelRunner:

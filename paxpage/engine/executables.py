@@ -94,7 +94,7 @@ class Compiler:
 
     def expect(self, model: step.StepModel, shapes: Sequence[StepShape]) -> None:
         """Has steps lowered ahead that the store does not hold; does not wait."""
-        missing = [s for s in shapes if self.store is None or not self.store.has(step_program(model, s))]
+        missing = [s for s in reversed(shapes) if self.store is None or not self.store.has(step_program(model, s))]
         if self.pool is not None and missing:
             self.pool.lower_ahead(model, missing)
 

@@ -176,6 +176,7 @@ class LoweringPool:
         with self._lock:
             self._num_processes = 0
             ended, self._processes = self._processes, []
+        self._ahead.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait()

@@ -6,12 +6,13 @@ to dump into FOLDER: XLA reads its flags once, and the CUDA plugin must not be s
     python -m tests.gpu_code.compile_step NUM_TOKENS NUM_ROWS MAX_PIECES FOLDER NUM_LAYERS[sent]...
 
 With several numbers of layers there are as many lines. One that is followed by "sent" is lowered by another process,
-as a paxpage.engine.lowering.LoweringPool has it done.
+and its kernels are compiled ahead, as a paxpage.engine.lowering.LoweringPool has it done.
 """
 
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -25,8 +26,9 @@ from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.build import step_bytes_at_most
-from paxpage.engine.executables import step_program
+from paxpage.engine.executables import Program, step_program
 from paxpage.engine.lowering import LoweringPool, Recipe
+from paxpage.engine.mosaic_kernels import compile_kernels
 from paxpage.models import registry
 from tests.gpu_code.h200 import target_config
 from tests.gpu_code.lowering import as_h200
@@ -46,8 +48,24 @@ class PoolForH200(LoweringPool):
         return super()._recipe(model, shape)._replace(platform="cuda", device_kind="NVIDIA H200")
 
 
-def compile_for_h200(num_layers: int, shape: StepShape, *, is_sent: bool) -> tuple[jax.stages.Compiled, int]:
-    """The compiled step, and the bytes of its cache."""
+def compile_step(program: Program, folder: pathlib.Path) -> tuple[jax.stages.Compiled, int]:
+    """The compiled program, and how often LLVM was given other options meanwhile: for a kernel of Mosaic, and back."""
+    log, usual = folder / "log", os.dup(sys.stderr.fileno())
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        compiled = program.compile()
+    finally:
+        os.dup2(usual, sys.stderr.fileno())
+    text = log.read_text()
+    sys.stderr.write(text)
+    return compiled, text.count("(re)initializing LLVM")
+
+
+def compile_for_h200(
+    num_layers: int, shape: StepShape, folder: pathlib.Path, *, is_sent: bool
+) -> tuple[jax.stages.Compiled, int, int]:
+    """The compiled step, what compile_step counts, and the bytes of the step's cache."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
     place = functools.partial(
@@ -60,11 +78,14 @@ def compile_for_h200(num_layers: int, shape: StepShape, *, is_sent: bool) -> tup
     if is_sent:
         backends.load_runtime()
         with contextlib.closing(PoolForH200(llama8b(num_layers), "bfloat16", 1)) as pool:
-            compiled = step_program(step_model, shape, pool).compile()
+            lowered = pool.lower(step_model, shape)
+        compile_kernels(lowered, sharding)
+        program = step_program(step_model, shape)._replace(lower=lambda: lowered)
+        compiled, num_changes = compile_step(program, folder)
     else:
         with as_h200():
-            compiled = step_program(step_model, shape).compile()
-    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
+            compiled, num_changes = compile_step(step_program(step_model, shape), folder)
+    return compiled, num_changes, sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 
 
 def thunks(folder: pathlib.Path, name: str) -> list[str]:
@@ -77,7 +98,7 @@ def thunks(folder: pathlib.Path, name: str) -> list[str]:
 def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, int]:
     """Compiles, and reads what was dumped; leaves the folder empty for the next one's dump."""
     num_layers, is_sent = int(layers.removesuffix("sent")), layers.endswith("sent")
-    compiled, cache_bytes = compile_for_h200(num_layers, shape, is_sent=is_sent)
+    compiled, num_changes, cache_bytes = compile_for_h200(num_layers, shape, folder, is_sent=is_sent)
     stats = compiled.memory_analysis()
     assert stats is not None
     before = thunks(folder, "thunk_sequence")
@@ -90,6 +111,7 @@ def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, 
         "temp_bytes": stats.temp_size_in_bytes,
         "step_bytes": step.temporary_bytes(compiled),
         "step_bytes_at_most": step_bytes_at_most(llama8b(num_layers), "bfloat16", shape),
+        "num_changes_of_options": num_changes,
         "num_kernels": sum("kCopy " not in line for line in before),
         "num_command_buffers": sum("kCommandBuffer" in line for line in after),
         "num_outside": sum(not line.startswith(" ") and "kCommandBuffer" not in line for line in after),

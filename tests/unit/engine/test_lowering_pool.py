@@ -1,6 +1,7 @@
 """Steps lowered by other processes: the same modules, and none lost when a process is."""
 
 import functools
+import hashlib
 import io
 import os
 import pathlib
@@ -18,6 +19,7 @@ from paxpage.config import ModelConfig, RopeScaling
 from paxpage.engine import executables, kv_cache, lowering, lowering_worker, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.lowering import LoweringPool
+from paxpage.engine.mosaic_kernels import kernels_of
 from paxpage.models import registry
 from tests.gpu_code.lowering import as_h200
 from tests.helpers.engines import ids
@@ -97,6 +99,80 @@ def test_processes_set_otherwise_lower_nothing(
     assert len(messages(caplog)) == 1 and name in messages(caplog)[0]
     (process,) = pool._processes
     assert process.poll() is None
+
+
+def test_steps_lowered_ahead_are_given_when_the_kernels_of_all_are_compiled(
+    pool: LoweringPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, may_end, given = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def compile_kernels(lowered: jax.stages.Lowered) -> None:
+        begun.release()
+        if not given.is_set() and lowered.as_text().count("16xi32"):  # of the mixed step
+            assert may_end.wait(60)
+
+    def lower() -> None:
+        lowered.append(pool.lower(step_model(), SHAPES[0]))
+        given.set()
+
+    lowered: list[jax.stages.Lowered] = []
+    monkeypatch.setattr(lowering, "compile_kernels", compile_kernels)
+    pool.lower_ahead(step_model(), SHAPES)
+    thread = threading.Thread(target=lower, daemon=True)
+    thread.start()
+    assert all(begun.acquire(timeout=60) for _ in SHAPES)
+    assert not given.wait(0.2)
+    may_end.set()
+    assert given.wait(60)
+    here = [step.trace_forward(step_model(), shape).lower() for shape in SHAPES]
+    lowered.append(pool.lower(step_model(), SHAPES[1]))
+    assert [results(*one) for one in zip(lowered, SHAPES, strict=True)] == [
+        results(*one) for one in zip(here, SHAPES, strict=True)
+    ]
+    assert messages(caplog) == []
+
+
+def test_a_step_is_lowered_again_for_another_model(pool: LoweringPool) -> None:
+    """As when more or fewer blocks fit than were expected."""
+    model = step_model()
+    other = model._replace(
+        cache=kv_cache.abstract_cache(registry.abstract_model(CONFIG, "float32").kv_spec, 7, 16, "float32")
+    )
+    pool.lower_ahead(model, SHAPES[:1])
+    assert "x7x" in pool.lower(other, SHAPES[0]).as_text()
+    assert "x9x" in pool.lower(model, SHAPES[0]).as_text()
+
+
+def test_only_steps_that_are_not_kept_are_expected(pool: LoweringPool, tmp_path: pathlib.Path) -> None:
+    """Nor is a process started if all are."""
+    compiler = executables.Compiler(executables.ExecutableStore(tmp_path / "programs", "these"), pool)
+    executables.Compiler(compiler.store).step(step_model(), SHAPES[1])
+    compiler.expect(step_model(), SHAPES[1:])
+    assert pool._processes == []
+    compiler.expect(step_model(), SHAPES)
+    assert len(pool._processes) == len(pool._ahead) == 1
+    compiler.step(step_model(), SHAPES[0])
+    assert pool._ahead == {}
+
+
+def test_kernels_that_cannot_be_compiled_ahead_cost_a_line_of_the_log(
+    pool: LoweringPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_kernels(lowered: jax.stages.Lowered) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(lowering, "compile_kernels", compile_kernels)
+    pool.lower_ahead(step_model(), SHAPES)
+    for shape in SHAPES:
+        pool.lower(step_model(), shape).compile()
+    assert messages(caplog) == ["kernels are compiled with the steps that they are in: no compiler"]
+
+
+def test_the_end_comes_while_steps_are_lowered_ahead(pool: LoweringPool) -> None:
+    pool.lower_ahead(step_model(), SHAPES)
+    pool.close()
+    for shape in SHAPES:
+        pool.lower(step_model(), shape).compile()
 
 
 def test_after_the_end_steps_are_lowered_here(pool: LoweringPool) -> None:
@@ -180,6 +256,9 @@ def test_a_module_for_a_device_that_is_not_here() -> None:
         here = step.trace_forward(model, shape).lower(lowering_platforms=("cuda",))
     kernels = [re.findall(r"custom_call @(\S+)\(", module) for module in (there.mlir_module(), here.as_text())]
     assert kernels[0] == kernels[1] and any("mosaic" in name for name in kernels[0])
+    found = kernels_of(here)
+    assert len(found) == kernels[1].count("mosaic_gpu_v2") > 0
+    assert all(hashlib.sha256(module).digest() == kernel_hash for kernel_hash, module in found.items())
     assert lowering_worker.from_json(recipe.to_json()) == recipe
 
 

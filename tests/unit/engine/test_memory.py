@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from paxpage.engine.build import as_expected
 from paxpage.engine.memory import CPU_CACHE_BYTES, MIB, num_blocks_that_fit
 
 
@@ -49,6 +50,16 @@ def test_some_more_bytes_in_use_change_nothing_where_blocks_are_many(monkeypatch
         on_device(monkeypatch, {"bytes_limit": 100_000 * MIB, "bytes_in_use": in_use_mib * MIB})
         found.add(num_blocks_that_fit(2 * MIB, 1_000 * MIB, 0.9, most_useful=7))
     assert len(found) <= 2 and max(found) <= (90_000 - 8_000) / 2 and min(found) >= (90_000 - 8_060) / 2 * 0.998
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected", "taken"),
+    [(1000, None, 1000), (1000, 1000, 1000), (1000, 990, 990), (1000, 989, 1000), (1000, 1001, 1000)],
+)
+def test_blocks_that_steps_were_lowered_for_are_taken_if_they_fit_and_are_not_far_fewer(
+    num_blocks: int, expected: int | None, taken: int
+) -> None:
+    assert as_expected(num_blocks, expected) == taken
 
 
 @pytest.mark.parametrize(
