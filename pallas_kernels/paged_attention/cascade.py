@@ -318,12 +318,13 @@ def _stack(chunks: Chunks, members: np.ndarray, num_blocks: int, rules: Rules) -
 
 def _fitting(stacks: list[Stack], chunks: Chunks) -> list[Stack]:
     """Those that save most, of all that save tiles of queries, in as many windows as there is room for."""
-    saved = {id(stack): int(chunks.tiles[stack.members].sum()) - len(stack.windows) for stack in stacks}
+    saved = [int(chunks.tiles[stack.members].sum()) - len(stack.windows) for stack in stacks]
     fitting, room = [], chunks.most_windows
-    for stack in sorted(stacks, key=lambda stack: -saved[id(stack)] * stack.num_tokens):
-        if saved[id(stack)] > 0 and len(stack.windows) <= room:
-            fitting.append(stack)
-            room -= len(stack.windows)
+    for place in sorted(range(len(stacks)), key=lambda place: -saved[place] * stacks[place].num_tokens):
+        num_windows = len(stacks[place].windows)
+        if saved[place] > 0 and num_windows <= room:
+            fitting.append(stacks[place])
+            room -= num_windows
     return fitting
 
 
