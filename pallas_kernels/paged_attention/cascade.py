@@ -26,7 +26,7 @@ NUM_MULTIPROCESSORS = 132
 # A window, full or not, takes as long as reading the prefix for this many rows (8B's heads: 2.3; 1B's: 2.8).
 WINDOW_COST = 3
 MIN_SAVED_BYTES = 1 << 25  # of a layer's keys and values: 8 us on an H200, what one more kernel takes at the least
-MIN_SAVED_TILES = 8  # tiles of keys that prefill chunks must save each multiprocessor: 2 us each, for 8 us as above
+MIN_SAVED_TILES = 8  # of keys and 64 queries of two heads: about 2 us each, and to merge and to wait takes its time too
 MAX_TRIES = 16  # comparisons of many rows with one, about 20 us each
 
 
@@ -68,7 +68,7 @@ class Rules(NamedTuple):
     window_rows: int  # queries of a head that are multiplied at a time
     num_lanes: int  # pieces that are computed at the same time
     min_saved_tokens: int  # keys of a layer, less what windows cost, that a group must save
-    min_saved_tiles: int = MIN_SAVED_TILES
+    min_saved_tiles: int = MIN_SAVED_TILES  # of keys, one after the other, that prefill chunks must save
 
 
 class Group(NamedTuple):
@@ -89,19 +89,6 @@ class Window(NamedTuple):
     def num_saved(self) -> int:
         """Keys that need not be read, less what takes as long."""
         return (len(self.rows) - WINDOW_COST) * self.num_tokens
-
-
-def rules_for(geometry: Geometry) -> Rules:
-    """As mosaic_cascade.py multiplies: two heads for 64 rows or, where a group of heads is odd, one head for 128."""
-    heads_at_once = NUM_CONSUMERS if geometry.group % NUM_CONSUMERS == 0 else 1
-    token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.item_bytes
-    return Rules(
-        geometry.block_size,
-        chunk_queries=decode_queries(geometry) + 1,
-        window_rows=CONSUMER_ROWS * NUM_CONSUMERS // heads_at_once,
-        num_lanes=max(1, NUM_MULTIPROCESSORS * heads_at_once // geometry.num_heads),
-        min_saved_tokens=MIN_SAVED_BYTES // token_bytes,
-    )
 
 
 class Stack(NamedTuple):
@@ -126,6 +113,19 @@ class Chunks(NamedTuple):
     contexts: np.ndarray  # tokens before each
     tiles: np.ndarray  # of queries, that the prefill kernel cuts each into
     most_windows: int  # that there is room for
+
+
+def rules_for(geometry: Geometry) -> Rules:
+    """As mosaic_cascade.py multiplies: two heads for 64 rows or, where a group of heads is odd, one head for 128."""
+    heads_at_once = NUM_CONSUMERS if geometry.group % NUM_CONSUMERS == 0 else 1
+    token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.item_bytes
+    return Rules(
+        geometry.block_size,
+        chunk_queries=decode_queries(geometry) + 1,
+        window_rows=CONSUMER_ROWS * NUM_CONSUMERS // heads_at_once,
+        num_lanes=max(1, NUM_MULTIPROCESSORS * heads_at_once // geometry.num_heads),
+        min_saved_tokens=MIN_SAVED_BYTES // token_bytes,
+    )
 
 
 def max_pieces(num_tokens: int, rules: Rules) -> int:
@@ -318,12 +318,13 @@ def _stack(chunks: Chunks, members: np.ndarray, num_blocks: int, rules: Rules) -
 
 def _fitting(stacks: list[Stack], chunks: Chunks) -> list[Stack]:
     """Those that save most, of all that save tiles of queries, in as many windows as there is room for."""
-    saved = {id(stack): int(chunks.tiles[stack.members].sum()) - len(stack.windows) for stack in stacks}
+    saved = [int(chunks.tiles[stack.members].sum()) - len(stack.windows) for stack in stacks]
     fitting, room = [], chunks.most_windows
-    for stack in sorted(stacks, key=lambda stack: -saved[id(stack)] * stack.num_tokens):
-        if saved[id(stack)] > 0 and len(stack.windows) <= room:
-            fitting.append(stack)
-            room -= len(stack.windows)
+    for place in sorted(range(len(stacks)), key=lambda place: -saved[place] * stacks[place].num_tokens):
+        num_windows = len(stacks[place].windows)
+        if saved[place] > 0 and num_windows <= room:
+            fitting.append(stacks[place])
+            room -= num_windows
     return fitting
 
 

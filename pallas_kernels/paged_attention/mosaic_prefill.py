@@ -130,6 +130,14 @@ class Scratch(NamedTuple):
     turns: Ref  # [NUM_CONSUMERS]
 
 
+class Done(NamedTuple):
+    """Where the outputs over a tile's first keys are."""
+
+    place: Int[Array, ""]  # in Prefix.values, of the tile's token 0 in the row's first piece
+    num_pieces: Int[Array, ""]  # 0: there are none
+    stride: Int[Array, ""]  # from one piece's place to the next one's
+
+
 class Tile(NamedTuple):
     """Queries of one row, and the heads, that a program attends to at a time."""
 
@@ -143,15 +151,7 @@ class Tile(NamedTuple):
     num_key_tiles: Int[Array, ""]
     first_key: Int[Array, ""]  # those before are done
     entry: Int[Array, ""]  # in Inputs.tiles
-    done: "Done | None" = None  # what came of the keys before first_key, if that is to be merged
-
-
-class Done(NamedTuple):
-    """Where the outputs over a tile's first keys are."""
-
-    place: Int[Array, ""]  # in Prefix.values, of the tile's token 0 in the row's first piece
-    num_pieces: Int[Array, ""]  # 0: there are none
-    stride: Int[Array, ""]  # from one piece's place to the next one's
+    done: Done | None = None  # what came of the keys before first_key, if that is to be merged
 
 
 class Visit(NamedTuple):

@@ -11,6 +11,7 @@ from paxpage.engine.scheduler import ScheduledBatch
 class PrefixFinder:
     """cascade.shared_prefixes for scheduled batches of at most max_tokens tokens; longer ones share nothing.
 
+    Prefill chunks share what is in the cache before the step, or is written in it: their layers write before they read.
     What it finds in a decode step holds as long as the same requests decode: blocks at the beginning of a running
     request's table are not replaced. One that is preempted comes back by way of a mixed step, after which all is
     looked for again.

@@ -117,7 +117,8 @@ def interpreted(case: AttentionCase, shared: SharedPrefixes) -> np.ndarray:
     geometry = geometry_of(case)
     arrays = Refs(jnp.full((1,), LAYER, jnp.int32), *rows, q, k, v)
     tiles = dataclasses.replace(prefill_config(geometry), num_programs=2)
-    shared = SharedPrefixes(*map(jnp.asarray, shared))
+    used = max(int(shared.total[0]), 1)  # the interpreter's time goes by how much memory there is for more
+    shared = SharedPrefixes(*map(jnp.asarray, shared._replace(pieces=shared.pieces[:used])))
     out = attend(arrays, shared, geometry, tiles, plgpu.InterpretGPUParams(detect_races=True))
     assert out.shape == q.shape and out.dtype == q.dtype
     return np.asarray(out.astype(jnp.float32))
@@ -160,13 +161,17 @@ def test_prefill_chunks(
 ) -> None:
     """Two groups of chunks between each other, that begin and end anywhere; rows of one query that share, and others.
 
-    Chunks longer than a window, and some that stand in two; prefixes as they are, and cut in pieces.
+    Chunks longer than a window, and some that stand in two; prefixes as they are, and cut in pieces, read by way of
+    one row each.
     """
     rows, chunks = zip(*CHUNKED, strict=True)
     case = case_of(layout, list(rows), block_size, dtype, chunks=dict(enumerate(chunks)))
     shared = shared_in(case, min_saved_tokens=40, min_saved_tiles=-100, **({} if 2 in num_pieces else {"num_lanes": 1}))
     assert shared.num_tokens.tolist() == [num_shared for num_shared, _ in rows] + [0]
     assert set(shared.num_pieces.tolist()) == num_pieces
+    named = shared.pieces[: int(shared.total[0]), 0]
+    for row in set(range(len(rows))) - set(named.tolist()):  # its part of the table is not read
+        case.block_tables[row, : shared.num_tokens[row] // block_size] = case.k_cache.shape[1] - 1
     np.testing.assert_allclose(interpreted(case, shared), case.expected, rtol=0, atol=TOLERANCE[dtype])
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -230,18 +235,44 @@ def test_beside_prefill_chunks_on_a_gpu(layout: HeadLayout) -> None:
     np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE["bfloat16"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_rows", [40, 3])
+@pytest.mark.parametrize(
+    "layout", [HeadLayout(32, 8, 128), HeadLayout(32, 8, 64), HeadLayout(28, 4, 128), HeadLayout(9, 3, 64)], ids=str
+)
+def test_prefill_chunks_on_a_gpu(layout: HeadLayout, num_rows: int, dtype: str) -> None:
+    """Stacks of chunks of three prefixes between each other and rows of one query; or few, whose contexts are cut."""
+    lengths = (1024, 512, 0, 640) if num_rows > 3 else (NONE,)
+    rows = [
+        (lengths[row // 10 % len(lengths)], (150 if num_rows > 3 else 1500) + 37 * row % 200) for row in range(num_rows)
+    ]
+    chunks = {row: 17 + 7 * row % 30 for row in range(num_rows) if row % 5}
+    case = case_of(layout, rows, dtype=dtype, chunks=chunks)
+    found = shared_in(case, min_saved_tiles=-1000)
+    is_shared = found.num_tokens[list(chunks)] > 0
+    assert is_shared.sum() >= 20 if num_rows > 3 else is_shared.all() and found.num_pieces.max() > 1
+    shared = SharedPrefixes(*map(jnp.asarray, found))
+    on_gpu = jax.jit(functools.partial(paged_attention, layer=LAYER, backend="mosaic"))
+    out, plain = (np.asarray(on_gpu(*case.arguments, shared=s).astype(jnp.float32)) for s in (shared, None))
+    np.testing.assert_allclose(out, case.expected, rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(out, plain, rtol=0, atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("layout", [HeadLayout(32, 8, 128), HeadLayout(9, 3, 64)], ids=str)
 def test_lowers_for_a_gpu(layout: HeadLayout) -> None:
     geometry = Geometry(*layout, 16, "bfloat16", "bfloat16")
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(1,), (64, 9), (64,), (65,)]]
-    q = jax.ShapeDtypeStruct((64, layout.num_heads, layout.head_dim), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 9, layout.num_kv_heads, 16, layout.head_dim), jnp.bfloat16)
     shapes = [(cascade.MAX_PIECES, len(cascade.Piece._fields)), (1,), *[(64,)] * 5]
     shared = SharedPrefixes(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
 
     run = functools.partial(attend, geometry=geometry, tiles=prefill_config(geometry), interpret=None)
-    lowered = jax.jit(run).trace(Refs(*ints, q, cache, cache), shared).lower(lowering_platforms=("cuda",))
-    assert "paged_attention_prefixes" in lowered.as_text() and "paged_attention_decode" in lowered.as_text()
+    for num_tokens in (64, 256):
+        q = jax.ShapeDtypeStruct((num_tokens, layout.num_heads, layout.head_dim), jnp.bfloat16)
+        lowered = jax.jit(run).trace(Refs(*ints, q, cache, cache), shared).lower(lowering_platforms=("cuda",))
+        kernels = ["prefixes", "decode"] + (["prefill"] if num_tokens > 64 else [])
+        assert all(f"paged_attention_{kernel}" in lowered.as_text() for kernel in kernels)
 
 
 def test_windows_are_those_of_the_kernel() -> None:
