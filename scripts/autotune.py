@@ -1,12 +1,12 @@
 """Finds the fastest tiles of the attention kernels on this machine's GPU and writes them down.
 
-    python scripts/autotune.py [--heads 32x8x128,32x8x64] [--out FILE]
+    python scripts/autotune.py [--heads 32x8x128,32x8x64] [--rows 1,2,4] [--out FILE]
 
 For each head layout and number of rows every candidate of the kernel that would run is timed as python -m
-paxpage.bench kernels does it, at two lengths of context, and the one with the least sum is kept; one that does not
-compile is passed over. What config.py would choose stays unless another is 2% faster, which is more than noise.
-pallas_kernels.paged_attention.tuned reads the file, by default pallas_kernels/paged_attention/tuned/DEVICE.json. It is
-written after every shape; entries of other layouts that it had stay.
+paxpage.bench kernels does it, at two lengths of context with all rows as long and with uneven ones, and the one with
+the least sum is kept; one that does not compile is passed over. What the kernel's decode_config would choose stays
+unless another is 2% faster, which is more than noise. pallas_kernels.paged_attention.tuned reads the file, by default
+pallas_kernels/paged_attention/tuned/DEVICE.json. It is written after every shape; other entries that it had stay.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from paxpage.bench.timing import lower_loop, seconds_of
 FOLDER = pathlib.Path(tuned.__file__).parent / "tuned"
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CACHED_TOKENS = 262_144  # of a batch at most, so that the longer context of many rows fits a small GPU
-CONTEXTS = (512, 4096)
+SHORT_CONTEXT, LONG_CONTEXT = 512, 4096
 NUM_CALLS = 48  # a multiple of timing.CALLS_PER_TURN
 MAX_SPLITS = 16
 MIN_PROGRAMS, MAX_PROGRAMS = 64, 1024  # with fewer a device of a hundred multiprocessors stands idle
-GAIN = 0.98  # of the time of config.py's choice, that another must stay below
+GAIN = 0.98  # of the time of decode_config's choice, that another must stay below
 
 # (configuration, row order) -> a function of make_arrays' arrays
 Decode = Callable[[Any, jax.Array], Callable[..., jax.Array]]
@@ -55,7 +55,7 @@ class Candidates(NamedTuple):
     kernel: str
     decode: Decode
     configs: list[Any]
-    default: Any  # what config.py chooses without measurements
+    default: Any  # what decode_config chooses without measurements
 
 
 def triton_candidates(geometry: Geometry, num_rows: int) -> Candidates:
@@ -72,7 +72,7 @@ def triton_candidates(geometry: Geometry, num_rows: int) -> Candidates:
     def decode(config: Any, row_order: jax.Array) -> Callable[..., jax.Array]:
         return lambda *arrays: triton_decode.decode(refs_of(arrays), None, geometry, config, scale_of(geometry), False)
 
-    return Candidates("triton_decode", decode, configs, decode_config(geometry, num_rows, max(CONTEXTS)))
+    return Candidates("triton_decode", decode, configs, decode_config(geometry, num_rows, LONG_CONTEXT))
 
 
 def mosaic_candidates(geometry: Geometry, num_rows: int) -> Candidates:
@@ -90,7 +90,7 @@ def mosaic_candidates(geometry: Geometry, num_rows: int) -> Candidates:
         run = functools.partial(mosaic_decode.decode, out=None, geometry=geometry, config=config, interpret=None)
         return lambda *arrays: run(refs_of(arrays), scale=scale_of(geometry), row_order=row_order)
 
-    default = mosaic_decode.decode_config(geometry, num_rows, max(CONTEXTS))
+    default = mosaic_decode.decode_config(geometry, num_rows, LONG_CONTEXT)
     return Candidates("mosaic_decode", decode, configs, default)
 
 
@@ -106,16 +106,17 @@ def scale_of(geometry: Geometry) -> float:
 
 
 def batches_of(num_rows: int, layout: HeadLayout) -> list[tuple[jax.Array, ...]]:
-    """Decode batches of this many rows: lengths from half of a context up to all of it.
+    """Decode batches of this many rows, at two contexts all as long and from half of it up to all of it.
 
-    All have the same arrays but for the lengths, so that one program computes them.
+    They have the same arrays but for the lengths, so that one program computes them.
     """
-    contexts = [context for context in CONTEXTS if num_rows * context <= CACHED_TOKENS]
     rng = np.random.default_rng(0)
-    lengths = [rng.integers(context // 2, context + 1, num_rows) for context in contexts]
-    longest = Problem(f"{num_rows} rows", lengths[-1], np.ones_like(lengths[-1]), layout)
+    contexts = (SHORT_CONTEXT, max(SHORT_CONTEXT, min(LONG_CONTEXT, CACHED_TOKENS // num_rows)))
+    even = [np.full(num_rows, context) for context in contexts]
+    uneven = [rng.integers(context // 2, context + 1, num_rows) for context in contexts]
+    longest = Problem(f"{num_rows} rows", even[-1], np.ones_like(even[-1]), layout)
     q, k, v, tables, _, starts = make_arrays(longest, jnp.bfloat16)
-    return [(q, k, v, tables, jnp.asarray(lens, jnp.int32), starts) for lens in lengths]
+    return [(q, k, v, tables, jnp.asarray(lens, jnp.int32), starts) for lens in even + uneven]
 
 
 def best(candidates: Candidates, num_rows: int, layout: HeadLayout) -> tuple[Any, float] | None:
@@ -163,9 +164,8 @@ def compile_or_say(config: Any, lowered: jax.stages.Lowered | None) -> jax.stage
         return None
 
 
-def entries(layouts: list[HeadLayout]) -> Iterator[tuned.Entry]:
-    """All of them, with a progress bar."""
-    work = [(layout, num_rows) for layout in layouts for num_rows in NUM_ROWS]
+def entries(work: list[tuple[HeadLayout, int]]) -> Iterator[tuned.Entry]:
+    """Of each head layout and number of rows, with a progress bar."""
     for layout, num_rows in tqdm(work, desc="tuning", unit="shape"):
         geometry = Geometry(layout.num_heads, layout.num_kv_heads, layout.head_dim, 16, "bfloat16", "bfloat16")
         is_mosaic = choose_backend(geometry, num_rows, is_decode=True) == "mosaic"
@@ -181,15 +181,18 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="32x8x128,32x8x64", help="query heads x key heads x head size, ...")
+    parser.add_argument("--rows", default=",".join(map(str, NUM_ROWS)), help="numbers of rows")
     parser.add_argument("--out", help="the file to write")
     args = parser.parse_args()
     kind = device_kind()
     path = pathlib.Path(args.out) if args.out else FOLDER / tuned.file_name(kind)
     layouts = [HeadLayout(*map(int, heads.split("x"))) for heads in args.heads.split(",")]
+    work = [(layout, num_rows) for layout in layouts for num_rows in map(int, args.rows.split(","))]
     started_s = time.perf_counter()
-    kept, found = [entry for entry in tuned.read(path) if HeadLayout(*entry[1:4]) not in layouts], []
+    kept = [entry for entry in tuned.read(path) if (HeadLayout(*entry[1:4]), entry.num_rows) not in work]
+    found: list[tuned.Entry] = []
     path.parent.mkdir(parents=True, exist_ok=True)
-    for entry in entries(layouts):
+    for entry in entries(work):
         found.append(entry)
         tuned.write(path, kind, f"{datetime.date.today()}, jax {jax.__version__}", kept + found)
     print(f"{len(found)} entries in {time.perf_counter() - started_s:.0f} s: {path}")

@@ -17,7 +17,7 @@ from paxpage.engine import executables, kv_cache, memory, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.compilation import programs_folder, use_persistent_cache
 from paxpage.engine.engine import Engine
-from paxpage.engine.executables import open_compiler
+from paxpage.engine.executables import Compiler, open_compiler
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
@@ -81,16 +81,16 @@ def build_engine(
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
     with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler):
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
-        coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
-        expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes) if compiler.pool else None
-        if expected is not None:
-            compiler.expect(_largest_step(served, plan, config.block_size, expected)[0], plan.shapes)
+        early: ModelRunner | None = None
+        if compiler.pool is not None:
+            coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
+            expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
+            early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan)
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        num_blocks = as_expected(_num_blocks(config, limits, served, plan, set_aside), expected)
-        runner = _make_runner(config, served, plan, num_blocks)
-        runner.compiler = compiler
+        num_blocks = _num_blocks(config, limits, served, plan, set_aside)
+        runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
         runner.warm_up(show_progress=show_progress)
@@ -200,16 +200,32 @@ def _num_blocks(
     return num_blocks
 
 
-def as_expected(num_blocks: int, expected: int | None) -> int:
-    """The number that steps have been lowered for ahead, if it is hardly less than the one that fits."""
-    if expected is None or FEWEST_OF_FITTING * num_blocks <= expected <= num_blocks:
-        return expected or num_blocks
-    logger.info("%d blocks fit, not %d as expected: steps are lowered again", num_blocks, expected)
-    return num_blocks
+def _begin_early(runner: ModelRunner, served: ServedModel, plan: Plan) -> ModelRunner:
+    """Has its programs made while the weights are: steps lowered by other processes, all others compiled here."""
+    cache = kv_cache.abstract_cache(*runner.layout)
+    runner.compiler.expect(_step_model(served, plan, cache), plan.shapes)
+    runner.begin_warm_up()
+    return runner
 
 
-def _make_runner(config: EngineConfig, served: ServedModel, plan: Plan, num_blocks: int) -> ModelRunner:
-    return ModelRunner(
+def _right_runner(early: ModelRunner | None, num_blocks: int) -> ModelRunner | None:
+    """The one begun early, if so many blocks fit as it was begun for."""
+    if early is None or is_as_expected(early.num_blocks, num_blocks):
+        return early
+    logger.info("%d blocks fit, %d were expected: steps are lowered again", num_blocks, early.num_blocks)
+    early.close()
+    return None
+
+
+def is_as_expected(expected: int, num_blocks: int) -> bool:
+    """Whether so many blocks, for which programs were begun before the weights were there, are hardly less than fit."""
+    return FEWEST_OF_FITTING * num_blocks <= expected <= num_blocks
+
+
+def _make_runner(
+    config: EngineConfig, served: ServedModel, plan: Plan, num_blocks: int, compiler: Compiler
+) -> ModelRunner:
+    runner = ModelRunner(
         served.graphdef,
         served.abstract_params,
         kv_cache.CacheLayout(served.spec, num_blocks, config.block_size, plan.cache_dtype),
@@ -219,6 +235,8 @@ def _make_runner(config: EngineConfig, served: ServedModel, plan: Plan, num_bloc
         vocab_size=served.vocab_size,
         sharing_rules=plan.sharing_rules,
     )
+    runner.compiler = compiler
+    return runner
 
 
 def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seqs: int) -> cascade.Rules | None:
@@ -235,10 +253,14 @@ def _sharing_rules(served: ServedModel, block_size: int, dtype: str, max_num_seq
 def _largest_step(
     served: ServedModel, plan: Plan, block_size: int, num_blocks: int
 ) -> tuple[step.StepModel, StepShape]:
-    shape = plan.shapes[-1]
     cache = kv_cache.abstract_cache(served.spec, num_blocks, block_size, plan.cache_dtype)
+    return _step_model(served, plan, cache), plan.shapes[-1]
+
+
+def _step_model(served: ServedModel, plan: Plan, cache: kv_cache.KVCache) -> step.StepModel:
+    shape = plan.shapes[-1]
     vocab_size = served.vocab_size or step.vocab_size_of(served.graphdef, served.abstract_params, cache, shape)
-    return step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size), shape
+    return step.StepModel(served.graphdef, served.abstract_params, cache, shape.num_rows, vocab_size)
 
 
 def _temporary_bytes(served: ServedModel, plan: Plan, block_size: int) -> int:

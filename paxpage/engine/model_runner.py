@@ -173,7 +173,7 @@ class ModelRunner:
         self.compiler = Compiler()  # another may be set before warm_up()
         self._graphdef = graphdef
         self._abstract_params = abstract_params
-        self._layout = layout
+        self.layout = layout
         self._max_logprobs = max_logprobs
         self._known_vocab_size = vocab_size
         self._finder = None if sharing_rules is None else PrefixFinder(sharing_rules, MAX_SHARING_TOKENS)
@@ -191,20 +191,20 @@ class ModelRunner:
     @functools.cached_property
     def attention_backend(self) -> str:
         """The backend of attention in mixed steps, as far as the cache decides it; a kernel logs where it differs."""
-        spec, dtype = self._layout.spec, self._layout.dtype
+        spec, dtype = self.layout.spec, self.layout.dtype
         heads = (spec.num_kv_heads, spec.num_kv_heads, spec.head_dim)
-        return choose_backend(Geometry(*heads, self._layout.block_size, dtype, dtype), self.max_rows, is_decode=False)
+        return choose_backend(Geometry(*heads, self.layout.block_size, dtype, dtype), self.max_rows, is_decode=False)
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """Width of the model's logits; the model is traced if nobody has said."""
         if self._known_vocab_size is not None:
             return self._known_vocab_size
-        cache = kv_cache.abstract_cache(*self._layout)
+        cache = kv_cache.abstract_cache(*self.layout)
         return step.vocab_size_of(self._graphdef, self._abstract_params, cache, self.shapes[0])
 
     def _compile(self, shape: StepShape) -> jax.stages.Compiled:
-        cache = kv_cache.abstract_cache(*self._layout)
+        cache = kv_cache.abstract_cache(*self.layout)
         sizes = (self.max_rows, self.vocab_size)
         model = step.StepModel(self._graphdef, self._abstract_params, cache, *sizes)
         return self.compiler.step(model, shape)
@@ -217,6 +217,11 @@ class ModelRunner:
     def failure(self) -> BaseException | None:
         """Why something could not be compiled; None as long as everything could."""
         return self._compiled.error()
+
+    def begin_warm_up(self) -> None:
+        """Begins to compile what takes no lowered step; does not wait. For when other processes lower the steps."""
+        jobs = self._usual_jobs()
+        self._compiled.begin({key: jobs[key] for key in jobs if not isinstance(key, StepShape)})
 
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles what answers any request that asks for nothing rare."""
@@ -392,7 +397,7 @@ class ModelRunner:
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
         self.cache, self._logits = None, {}  # first, so that both need not fit
-        self.cache = kv_cache.allocate(*self._layout)
+        self.cache = kv_cache.allocate(*self.layout)
         buffers = {rows: step.logits_buffer_of(rows, self.vocab_size) for rows in {s.num_rows for s in self.shapes}}
         self._logits = {rows: jnp.zeros(like.shape, like.dtype) for rows, like in buffers.items() if like is not None}
         self._previous = jnp.zeros((self.max_rows,), jnp.int32)
@@ -424,7 +429,7 @@ class ModelRunner:
         return self._compile_with(ADJUST, sampler.adjust, logits, logits, packed, previous)
 
     def _compile_copy(self) -> jax.stages.Compiled:
-        cache = kv_cache.abstract_cache(*self._layout)
+        cache = kv_cache.abstract_cache(*self.layout)
         lower = functools.partial(step.lower_copy, cache)
         program = Program(COPY, (cache, step.abstract_pairs()), lower, step.COMPILER_OPTIONS)
         return self.compiler.program(program)

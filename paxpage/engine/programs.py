@@ -56,13 +56,19 @@ class Programs(dict[Any, jax.stages.Compiled]):
         self._has_ended = False
         self._lock = threading.Lock()  # of the two
 
+    def begin(self, jobs: Jobs) -> None:
+        """Has these compiled ahead of compile(), which waits for them too; does not wait."""
+        self._submit(jobs)
+
     def compile(self, jobs: Jobs, *, show_progress: bool) -> None:
         """Compiles several at a time (XLA does it outside Python's lock) and waits for all, with a bar on stderr.
 
         Raises what compiling one of them raised; then no other is begun.
         """
+        begun = list(self._jobs.values())
+        submitted = begun + self._submit({key: jobs[key] for key in jobs if key not in self._jobs})
         try:
-            for job in tqdm(self._submit(jobs), desc="compiling", unit="step", disable=not show_progress):
+            for job in tqdm(submitted, desc="compiling", unit="step", disable=not show_progress):
                 self._take(job)
         except BaseException:
             self.close()

@@ -19,11 +19,13 @@ from paxpage.models.protocol import Angles
 from paxpage.models.registry import Params, merge
 
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
-# cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers). Of cuBLAS's
+# algorithms, which it gives best guesses first, only so many are timed for each product: one device times all of them.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_max_solutions": 16}
 # From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
-# axis whose sum is a kernel of its own, are slower than cuBLAS (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a step).
-UNSPLIT_FROM, CUBLAS_FROM = 64, 128
+# axis whose sum is a kernel of its own, are no faster than cuBLAS, or slower (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a
+# step from 128 tokens on), and take longer to compile.
+CUBLAS_FROM = 64
 # Of mixed steps XLA is to make no CUDA graph. Their arrays lie elsewhere each time, and patching a graph takes the host
 # longer than launching its kernels one by one, which goes on while the first ones run (BUILD_NOTES.md, 2026-11-30).
 WITHOUT_GRAPH = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
@@ -241,12 +243,9 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
 
 def compiler_options(shape: StepShape) -> dict[str, Any]:
     """What XLA is told about a step."""
-    num_tokens = shape.num_tokens
     options: dict[str, Any] = COMPILER_OPTIONS | ({} if shape.is_decode else WITHOUT_GRAPH)
-    if num_tokens >= CUBLAS_FROM:
+    if shape.num_tokens >= CUBLAS_FROM:
         options["xla_gpu_enable_triton_gemm"] = False
-    elif num_tokens >= UNSPLIT_FROM:
-        options["xla_gpu_experimental_force_split_k"] = 1
     return options
 
 

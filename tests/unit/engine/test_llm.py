@@ -448,7 +448,7 @@ def test_a_copy_of_the_cache_would_be_seen(shelf: Shelf, is_donated: bool, messa
     """Without donation there is one in the outputs; where the old cache is still wanted, one among the temporaries."""
     runner = shelf.tiny().engine.runner
     shape = runner.shapes[0]
-    cache = kv_cache.abstract_cache(*runner._layout)
+    cache = kv_cache.abstract_cache(*runner.layout)
     keywords = {"graphdef": runner._graphdef, "shape": shape, "backend": None}
     forward = functools.partial(step.forward, logits_buffer=None, **keywords)
 

@@ -72,6 +72,24 @@ def fail() -> jax.stages.Compiled:
     raise RuntimeError("injected")
 
 
+def test_what_was_begun_early_is_waited_for_and_compiled_once(gate: Gate) -> None:
+    programs = Programs()
+    programs.begin(gate.jobs("early", "other"))
+    assert not programs.has("early")
+    threading.Timer(0.2, gate.opened.set).start()
+    programs.compile(gate.jobs("early", "step"), show_progress=False)
+    assert set(programs) == {"early", "other", "step"} and gate.counts == {"early": 1, "other": 1, "step": 1}
+    programs.compile_behind({})
+    assert programs.ended.result(TIMEOUT_S) is None
+
+
+def test_what_fails_early_is_said_when_it_is_waited_for() -> None:
+    programs = Programs()
+    programs.begin({"early": fail})
+    with pytest.raises(RuntimeError, match="injected"):
+        programs.compile({}, show_progress=False)
+
+
 def test_the_first_are_there_and_the_later_follow(gate: Gate) -> None:
     programs, open_gate = Programs(), Gate()
     open_gate.opened.set()
