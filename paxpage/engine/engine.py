@@ -524,6 +524,7 @@ class Engine:
             piece += self._close_sample(sample)
             if group.num_unfinished == 0:
                 output = group.output(time.monotonic())
+                group.samples.clear()  # each holds its group: only the garbage collector would find such a ring
         logprobs = sample.logprobs[-num_new:] if sample.logprobs is not None and num_new else None
         new_ids = request.token_ids[-num_new:] if num_new else []
         reason = sample.finish_reason
