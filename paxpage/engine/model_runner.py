@@ -34,6 +34,9 @@ SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 # Whether only the largest steps, in which every batch fits, and the smallest decode step are compiled before the first
 # request. On a GPU all are: compiling times kernels there, which wants a quiet device.
 STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
+# Threads that compile. On a GPU they wait for their turn to time kernels, and one that has to wait for a thread, too,
+# ends last: the four steps that came last of 24 took 20 s more than the others (BUILD_NOTES.md, 2026-11-30).
+THREADS_PER_CORE = {"cpu": 1, "gpu": 2}
 # How often each step runs on padding before the first request: what a device does when a program runs first, such as
 # loading kernels and making a graph of them, is then over. A CPU has nothing of the kind to do.
 REHEARSALS = {"cpu": 0, "gpu": 2}
@@ -181,7 +184,7 @@ class ModelRunner:
         self._sampled_shapes = sampled_shapes(shapes, platform)
         self._num_rehearsals = REHEARSALS[platform]
         self._starts_with_largest = STARTS_WITH_LARGEST[platform]
-        self._compiled = Programs()
+        self._compiled = Programs(THREADS_PER_CORE[platform])
         self._previous: jax.Array | None = None  # the tokens of the last step launched
 
     def set_params(self, params: Params) -> None:
@@ -254,7 +257,7 @@ class ModelRunner:
         self._compiled.compile_behind(late | self._rare_jobs())
 
     def _usual_jobs(self) -> Jobs:
-        """Steps, copies and samplers, the longest compilations first."""
+        """Steps, copies and samplers; the longest compilations first, as they are on a CPU."""
         steps = {shape: functools.partial(self._compile, shape) for shape in reversed(self.shapes)}
         copy = {COPY: self._compile_copy}
         return {**steps, **copy, **self._sampler_jobs(has_logprobs=self._sampler_variants[0])}

@@ -46,8 +46,9 @@ class Programs(dict[Any, jax.stages.Compiled]):
     close() was called; its exception is why one could not be. Threads end with their work, and soon after the main one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads_per_core: int = 1) -> None:
         super().__init__()
+        self._num_threads = threads_per_core * (os.cpu_count() or 1)
         self.ended: Future[None] = Future()
         self._jobs: dict[Any, Job] = {}  # of those that are not in the dict
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -87,7 +88,7 @@ class Programs(dict[Any, jax.stages.Compiled]):
         for job in submitted:
             job.future.add_done_callback(self._count)
             self._queue.put(job)
-        for _ in range(min(len(submitted), os.cpu_count() or 1)):
+        for _ in range(min(len(submitted), self._num_threads)):
             self._threads.append(threading.Thread(target=self._work, name="compile"))
             self._threads[-1].start()
         return submitted

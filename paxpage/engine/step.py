@@ -19,9 +19,8 @@ from paxpage.models.protocol import Angles
 from paxpage.models.registry import Params, merge
 
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
-# cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers). Of cuBLAS's
-# algorithms, which it gives best guesses first, only so many are timed for each product: one device times all of them.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_max_solutions": 16}
+# cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
 # axis whose sum is a kernel of its own, are no faster than cuBLAS, or slower (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a
 # step from 128 tokens on), and take longer to compile.
