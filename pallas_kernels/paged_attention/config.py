@@ -92,8 +92,13 @@ def decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> DecodeCon
         return DecodeConfig(32 if is_wide else 64, 1, num_warps=2, num_stages=2)
     tile_keys = 32 if is_wide else 128
     wanted = 1 if num_programs >= 192 else next_power_of_2(128 // num_programs)
-    num_splits = max(1, min(wanted, 16, max_keys // (2 * tile_keys)))
+    num_splits = min(wanted, 16, most_splits(tile_keys, max_keys))
     return DecodeConfig(tile_keys, num_splits, num_warps=2 if num_splits == 1 else 4, num_stages=3)
+
+
+def most_splits(tile_keys: int, max_keys: int) -> int:
+    """Pieces of two tiles at least that the longest row can be cut into."""
+    return max(1, max_keys // (2 * tile_keys))
 
 
 def prefill_config(geometry: Geometry) -> PrefillConfig:

@@ -32,7 +32,7 @@ def find(kernel: str, geometry: Geometry, num_rows: int) -> dict[str, int] | Non
 
 
 def choose(entries: Sequence[Entry], kernel: str, geometry: Geometry, num_rows: int) -> dict[str, int] | None:
-    """Tiles of the measured number of rows that is nearest above num_rows, or of the most rows; None without any.
+    """Tiles of the measured number of rows that is num_rows or nearest above it; None if there is none.
 
     kernel: its module's name, for example "triton_decode".
     """
@@ -40,7 +40,7 @@ def choose(entries: Sequence[Entry], kernel: str, geometry: Geometry, num_rows: 
     same = [entry for entry in entries if entry[:5] == heads and geometry.cache_dtype == geometry.dtype]
     same.sort(key=lambda entry: entry.num_rows)
     above = [entry for entry in same if entry.num_rows >= num_rows]
-    return (above[0] if above else same[-1]).config if same else None
+    return above[0].config if above else None
 
 
 @functools.cache

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import tuned
+from pallas_kernels.paged_attention import triton, tuned
 from pallas_kernels.paged_attention.api import _log_refusal, choose_backend
-from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.config import DecodeConfig, Geometry
 from tests.gpu_code.lowering import as_h200
 
 LLAMA = Geometry(32, 8, 128, 16, "bfloat16", "bfloat16")
@@ -67,7 +67,15 @@ def test_tuned_tiles_are_those_of_the_next_number_of_rows(tmp_path: pathlib.Path
     tuned.write(path, "NVIDIA Test/1", "today", written)
     assert tuned.read(path) == sorted(written, key=lambda entry: entry.num_rows)
     found = [tuned.choose(tuned.read(path), "triton_decode", LLAMA, rows) for rows in (1, 2, 8, 9, 64, 65)]
-    assert [config and config["num_splits"] for config in found] == [16, 4, 4, 1, 1, 1]
+    assert [config and config["num_splits"] for config in found] == [16, 4, 4, 1, 1, None]
+
+
+def test_an_h200_has_tiles_that_were_measured_for_few_rows() -> None:
+    few, many = (tuned.choose(tuned.table("NVIDIA H200"), "triton_decode", LLAMA, rows) for rows in (3, 8))
+    assert few is not None and DecodeConfig(**few).num_splits == 4
+    assert many is None  # there Mosaic decodes, and config.py decides
+    with as_h200():
+        assert [triton._decode_config(LLAMA, 3, max_keys).num_splits for max_keys in (4096, 512, 64)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize("other", [{"num_heads": 24}, {"head_dim": 64}, {"dtype": "float16"}])
