@@ -47,6 +47,10 @@ class Checkpoint(Protocol):
         """Rows [start, stop) of axis 0, in a dtype that numpy can cast; valid until the next read at least."""
         ...
 
+    def release(self) -> None:
+        """Gives memory back that what was read still takes, such as pages of mapped files; between reads."""
+        ...
+
 
 class Source(NamedTuple):
     """A checkpoint tensor and the shape that the model wants of it."""
@@ -169,6 +173,7 @@ def read_params(checkpoint: Checkpoint, config: ModelConfig, abstract: Params, s
             list(pool.map(lambda job: _read_into(checkpoint, *job), jobs))
             device = jax.block_until_ready(jax.device_put(host))  # or transfers in flight would pile up on the host
             loaded.update(device)
+            checkpoint.release()
             bar.update(sum(out.nbytes for out in host.values()))
     return unflatten(loaded)
 

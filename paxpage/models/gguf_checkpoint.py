@@ -5,7 +5,7 @@ import numpy as np
 from paxpage.config import ModelConfig
 from paxpage.models.checkpoint import TensorInfo
 from paxpage.models.gguf_config import ROPE_FACTORS, checkpoint_name, family
-from paxpage.models.gguf_files import GGUFFile, dequantizer, raw_rows
+from paxpage.models.gguf_files import GGUFFile, dequantizer, raw_rows, release_pages
 
 
 class GGUFCheckpoint:
@@ -19,6 +19,7 @@ class GGUFCheckpoint:
         self.tensors = {
             name: TensorInfo(file.tensors[own].shape, file.tensors[own].num_bytes) for name, own in names.items()
         }
+        self._file = file
         self._raw = {name: raw_rows(file, own) for name, own in names.items()}
         self._dequantize = {name: dequantizer(file.tensors[own].quantization) for name, own in names.items()}
         self._row_order: dict[str, np.ndarray] = {}
@@ -37,6 +38,10 @@ class GGUFCheckpoint:
         order = self._row_order.get(name)
         rows = np.array(raw[start:stop]) if order is None else raw[order[start:stop]]
         return self._dequantize[name](rows)
+
+    def release(self) -> None:
+        """Gives the memory of the file's pages back."""
+        release_pages(self._file)
 
 
 def _halved_row_order(num_rows: int, head_dim: int) -> np.ndarray:

@@ -67,6 +67,13 @@ class GGUFFile(NamedTuple):
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     data: np.ndarray  # uint8, the whole file
+    buffer: mmap.mmap | None = None  # whose bytes data are, if they are mapped
+
+
+def release_pages(file: GGUFFile) -> None:
+    """Gives the memory of what was read back; it is read again where it is wanted again."""
+    if file.buffer is not None and hasattr(mmap, "MADV_DONTNEED"):
+        file.buffer.madvise(mmap.MADV_DONTNEED)
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -92,7 +99,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
         require(
             is_inside, str(path), f"{len(buffer)} bytes", f"the {tensor.offset + tensor.num_bytes} that {name} ends at"
         )
-    return GGUFFile(path, metadata, tensors, np.frombuffer(buffer, np.uint8))
+    return GGUFFile(path, metadata, tensors, np.frombuffer(buffer, np.uint8), buffer)
 
 
 def raw_rows(file: GGUFFile, name: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from paxpage.config import ModelConfig, from_json, require, to_json
 from paxpage.models.checkpoint import check_params, flatten, raise_differences
 from paxpage.models.registry import Params
 
+GIGABYTE = 10**9
 CONFIG_NAME = "paxpage_config.json"
 PARAMS_NAME = "params"
 
@@ -60,14 +61,19 @@ def check_orbax(folder: Path, abstract: Params) -> None:
 
 
 def restore_params(folder: Path, abstract: Params) -> Params:
-    """Reads params straight to the default device, in the dtypes of abstract. check_orbax must have passed."""
+    """Reads params straight to the default device, in the dtypes of abstract. check_orbax must have passed.
+
+    The host holds a gigabyte at a time, or the largest tensor, if that is more, and what Orbax unpacks it from.
+    """
     import orbax.checkpoint as ocp
 
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=-(-largest // GIGABYTE))
     device = jax.sharding.SingleDeviceSharding(_default_device())
     targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore((folder / PARAMS_NAME).resolve(), targets)
+        with ocp.Checkpointer(handler) as checkpointer:
+            return checkpointer.restore((folder / PARAMS_NAME).resolve(), args=ocp.args.StandardRestore(targets))
     except Exception as error:  # orbax raises what its storage layers do
         raise ValueError(f"{folder / PARAMS_NAME} cannot be restored: {error}") from error
 

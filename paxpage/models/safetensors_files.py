@@ -29,19 +29,28 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Reads the headers. Raises ValueError for missing, pickled or damaged files and unknown dtypes."""
         self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, safe_open] = {}
+        self._paths: dict[str, Path] = {}
+        self._mapped: dict[Path, safe_open] = {}
         dtypes = {}
         for path in tensor_files(folder):
             file = _open(path)
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 self.tensors[name], dtypes[name] = _describe(file, name, path)
-                self._files[name] = file
+                self._paths[name] = path
         require(bool(self.tensors), str(folder), "no tensors", "at least one")
         self.dtype = DTYPE_NAMES[dtypes[max(self.tensors, key=lambda name: self.tensors[name].num_bytes)]]
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of axis 0, in the file's own dtype."""
-        return self._files[name].get_slice(name)[start:stop]
+        path = self._paths[name]
+        file = self._mapped.get(path)
+        if file is None:  # two threads may map it, of which one's mapping is kept
+            file = self._mapped[path] = _open(path)
+        return file.get_slice(name)[start:stop]
+
+    def release(self) -> None:
+        """Unmaps the files; the next read maps its own again."""
+        self._mapped.clear()
 
 
 def tensor_files(folder: Path) -> list[Path]:

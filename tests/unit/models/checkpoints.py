@@ -160,3 +160,14 @@ def expected_params(tensors: dict[str, np.ndarray], num_layers: int = SIZES["num
                 if names[0] in params:
                     params[f"layers.{layer}.{fused}.{kind}"] = np.concatenate([params.pop(name) for name in names])
     return params
+
+
+def mapped_kib(path: str | Path) -> int:
+    """Memory that the mapped pages of a file, or of a folder's files, take in this process; Linux only."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Rss:") and is_inside:
+            total += int(line.split()[1])
+        elif "-" in line.split(" ", 1)[0]:  # a mapping's first line: addresses, ..., the file's path
+            is_inside = str(path) in line
+    return total

@@ -13,11 +13,12 @@ import pytest
 
 from paxpage.config import ModelConfig
 from paxpage.models.checkpoint import check_params, flatten, unflatten
+from paxpage.models.embedded import default_model_path
 from paxpage.models.hf_config import FAMILIES
 from paxpage.models.loading import LoadOptions, load_model, load_params, open_model
 from paxpage.models.registry import abstract_params
 from paxpage.models.safetensors_files import INDEX_NAME
-from tests.unit.models.checkpoints import expected_params, read_hf, rewrite_hf
+from tests.unit.models.checkpoints import expected_params, mapped_kib, read_hf, rewrite_hf
 from tests.unit.models.conftest import Saver
 
 LLAMA = "LlamaForCausalLM"
@@ -196,6 +197,19 @@ def test_the_host_holds_little_more_than_the_result(saved: Saver) -> None:
     layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]["0"]))
     assert result_bytes > 12 * layer_bytes
     assert peak_bytes < result_bytes + 2 * layer_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is mapped")
+def test_no_page_of_a_file_stays_in_memory(saved: Saver) -> None:
+    """However many files a checkpoint has, the host need not hold more than a layer of it."""
+    folder = saved(LLAMA, shard_size="10KB")
+    for path in (folder, default_model_path()):
+        source = open_model(str(path), QUIET)
+        assert source.checkpoint is not None
+        source.checkpoint.read_rows("model.embed_tokens.weight", 0, 40)
+        assert mapped_kib(path) > 0
+        load_params(source)
+        assert mapped_kib(path) == 0
 
 
 CONFIG = ModelConfig(LLAMA, 80, 96, 128, 2, 4, 2, 16, 128)
