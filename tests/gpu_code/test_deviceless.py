@@ -18,7 +18,7 @@ CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
 KERNELS_PER_LAYER = {"decode": 12, "mixed": 11, "shared": 13}
 SHAPES = {"decode": (32, 32, 0), "mixed": (512, 256, 2 * MAX_PIECES + 512 // 64), "shared": (32, 32, MAX_PIECES)}
 # Of Mosaic's kernels in each kind of step, and "unshared", a mixed step that takes no shared prefixes: bytes that a
-# thread stores because it has too few registers.
+# thread stores because it has too few registers, at most.
 SPILLED_BYTES = {
     "decode": {"decode": 0},
     "mixed": {"prefixes": 0, "decode": 0, "prefill": 0},
@@ -45,9 +45,10 @@ def compile_steps(sizes: tuple[int, ...], folder: pathlib.Path, *layers: str) ->
     return [each | spilled for each in stats]
 
 
-def spilled_bytes(stats: dict[str, int]) -> dict[str, int]:
-    """By kernel."""
-    return {name.removesuffix(" spills"): count for name, count in stats.items() if name.endswith(" spills")}
+def check_spills(stats: dict[str, int], most: dict[str, int]) -> None:
+    """most: bytes by kernel."""
+    found = {name.removesuffix(" spills"): count for name, count in stats.items() if name.endswith(" spills")}
+    assert found.keys() == most.keys() and all(found[kernel] <= most[kernel] for kernel in most), found
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
@@ -84,16 +85,16 @@ def test_kernels_per_layer_are_those_counted(compiled: tuple[str, dict[str, int]
     assert three["num_kernels"] - two["num_kernels"] == KERNELS_PER_LAYER[kind], (two, three)
 
 
-def test_registers_spill_as_counted(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
+def test_registers_spill_no_more_than_counted(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
     kind, two, _ = compiled
-    assert spilled_bytes(two) == SPILLED_BYTES[kind]
+    check_spills(two, SPILLED_BYTES[kind])
 
 
-def test_registers_spill_as_counted_where_no_prefixes_are_shared(tmp_path: pathlib.Path) -> None:
+def test_registers_spill_no_more_than_counted_where_no_prefixes_are_shared(tmp_path: pathlib.Path) -> None:
     need_compiler()
     num_tokens, num_rows, _ = SHAPES["mixed"]
     (stats,) = compile_steps((num_tokens, num_rows, 0), tmp_path, "1")
-    assert spilled_bytes(stats) == SPILLED_BYTES["unshared"]
+    check_spills(stats, SPILLED_BYTES["unshared"])
 
 
 def test_one_command_buffer_holds_the_whole_of_a_decode_step(
