@@ -108,12 +108,13 @@ def scale_of(geometry: Geometry) -> float:
 def batches_of(num_rows: int, layout: HeadLayout) -> list[tuple[jax.Array, ...]]:
     """Decode batches of this many rows, at two contexts all as long and from half of it up to all of it.
 
-    They have the same arrays but for the lengths, so that one program computes them.
+    They have the same arrays but for the lengths, longest rows first, so that one program computes them, whose row
+    order is that of a step for each.
     """
     rng = np.random.default_rng(0)
     contexts = (SHORT_CONTEXT, max(SHORT_CONTEXT, min(LONG_CONTEXT, CACHED_TOKENS // num_rows)))
     even = [np.full(num_rows, context) for context in contexts]
-    uneven = [rng.integers(context // 2, context + 1, num_rows) for context in contexts]
+    uneven = [np.sort(rng.integers(context // 2, context + 1, num_rows))[::-1] for context in contexts]
     longest = Problem(f"{num_rows} rows", even[-1], np.ones_like(even[-1]), layout)
     q, k, v, tables, _, starts = make_arrays(longest, jnp.bfloat16)
     return [(q, k, v, tables, jnp.asarray(lens, jnp.int32), starts) for lens in even + uneven]
@@ -189,13 +190,12 @@ def main() -> None:
     layouts = [HeadLayout(*map(int, heads.split("x"))) for heads in args.heads.split(",")]
     work = [(layout, num_rows) for layout in layouts for num_rows in map(int, args.rows.split(","))]
     started_s = time.perf_counter()
-    kept = [entry for entry in tuned.read(path) if (HeadLayout(*entry[1:4]), entry.num_rows) not in work]
-    found: list[tuned.Entry] = []
+    all_entries = {entry[:6]: entry for entry in tuned.read(path)}  # by all but what was found
     path.parent.mkdir(parents=True, exist_ok=True)
     for entry in entries(work):
-        found.append(entry)
-        tuned.write(path, kind, f"{datetime.date.today()}, jax {jax.__version__}", kept + found)
-    print(f"{len(found)} entries in {time.perf_counter() - started_s:.0f} s: {path}")
+        all_entries[entry[:6]] = entry
+        tuned.write(path, kind, f"{datetime.date.today()}, jax {jax.__version__}", list(all_entries.values()))
+    print(f"{len(work)} shapes in {time.perf_counter() - started_s:.0f} s: {path}")
 
 
 if __name__ == "__main__":

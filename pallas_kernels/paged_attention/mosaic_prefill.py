@@ -48,7 +48,8 @@ class MosaicPrefillConfig:
 
 
 def prefill_config(geometry: Geometry) -> MosaicPrefillConfig:
-    """As measured on an H200 (BUILD_NOTES.md, 2026-11-30); registers so that nothing spills."""
+    """As measured on an H200 (BUILD_NOTES.md, 2026-11-30); registers so that next to nothing spills, which
+    tests/gpu_code counts."""
     if geometry.head_dim > 64:
         return MosaicPrefillConfig(128, num_stages=2, consumer_registers=232, producer_registers=40)
     return MosaicPrefillConfig(128, num_stages=2, consumer_registers=216, producer_registers=72)

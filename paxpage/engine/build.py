@@ -79,13 +79,14 @@ def build_engine(
     limits = _limits(config, served)
     plan = _plan(config, limits, served)
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
-    with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler):
+    with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler), contextlib.ExitStack() as if_it_fails:
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
         early: ModelRunner | None = None
         if compiler.pool is not None:
             coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
             expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
             early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan)
+            if_it_fails.callback(early.close)
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
@@ -98,6 +99,7 @@ def build_engine(
         runner.set_params(loading.result().params)
         _check_temporaries(runner, set_aside)
         runner.rehearse()
+        if_it_fails.pop_all()
     engine = _make_engine(runner, config, limits, served.name, loading.result())
     runner.warm_up_behind()
     logger.info(start_up_line(engine))

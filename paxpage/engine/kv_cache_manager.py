@@ -136,8 +136,9 @@ class KVCacheManager:
         self.pool.acquire(prefix.block_ids)
         self._append_blocks(row, prefix.block_ids)
         request.num_computed_tokens = len(prefix.block_ids) * self.block_size
+        request.num_readonly_tokens = request.num_computed_tokens if request.is_scored else 0
         if request.is_scored:
-            request.num_readonly_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
+            request.num_computed_tokens = 0
         elif prefix.source != NULL_BLOCK and self._copy_beginning(row, prefix.source, self.num_missing_blocks(request)):
             request.num_computed_tokens = prefix.num_tokens
         if self.prefix_cache is not None:

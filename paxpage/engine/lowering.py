@@ -32,7 +32,7 @@ from paxpage.engine.sampler import SampledTokens
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 12  # each takes 0.28 GB of the host's memory after steps of 8B
-CORES_FOR_PROCESSES = 3 / 4  # the others compile kernels, when there are the first
+CORES_FOR_PROCESSES = 3 / 4  # of the machine's; on the rest kernels are compiled as they come
 WORKER = "paxpage.engine.lowering_worker"
 # What one process may have set and another not; no program depends on it.
 OWN_OPTIONS = ("jax_platforms", "jax_compilation_cache_", "jax_persistent_cache_")
@@ -78,10 +78,10 @@ class Ahead(NamedTuple):
 
 
 class LoweringPool:
-    """Processes that lower the step functions of one model, from start() or the first lower() on; close() ends them.
+    """Processes that lower the step functions of one model, from start(), lower_ahead() or the first lower() on.
 
-    Any thread may call lower(). Nothing that goes wrong with a process is an error: the step is then lowered here, and
-    a line of the log says why.
+    Any thread may call lower(); close() ends the processes. Nothing that goes wrong with one is an error: the step is
+    then lowered here, and a line of the log says why.
     """
 
     def __init__(self, config: ModelConfig, dtype: str, num_processes: int) -> None:
@@ -92,6 +92,7 @@ class LoweringPool:
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of starting and dropping
         self._warnings: set[str] = set()  # each is given once
+        self._is_closed = False
         self._ahead: dict[bytes, Ahead] = {}  # by recipe
 
     def start(self) -> None:
@@ -117,9 +118,15 @@ class LoweringPool:
         self._ahead.update((recipe, Ahead(one, steps)) for recipe, one in zip(recipes, steps, strict=True))
 
     def lower(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered:
-        """step.trace_forward(model, shape).lower(), by the next process that is free."""
+        """step.trace_forward(model, shape).lower(), by the next process that is free.
+
+        RuntimeError if close() comes meanwhile: where start-up has failed, nothing more is worth seconds of tracing.
+        """
+        was_closed = self._is_closed
         ahead = self._ahead.pop(self._recipe(model, shape).to_json(), None)
         lowered = self._lower_elsewhere(model, shape) if ahead is None else ahead.result()
+        if lowered is None and self._is_closed and not was_closed:
+            raise RuntimeError("the processes that lower steps were ended before they had lowered this one")
         return lowered or step.trace_forward(model, shape).lower()
 
     def _lower_with_kernels(self, model: step.StepModel, shape: StepShape) -> jax.stages.Lowered | None:
@@ -151,7 +158,7 @@ class LoweringPool:
         return _lowered(module, model, shape)
 
     def _warn(self, what: str, reason: str) -> None:
-        if reason not in self._warnings:
+        if reason not in self._warnings and not self._is_closed:  # close() itself ends a process that is at a step
             self._warnings.add(reason)
             logger.warning("%s: %s", what, reason)
 
@@ -172,7 +179,8 @@ class LoweringPool:
                 self._idle.put(None)
 
     def close(self) -> None:
-        """Ends the processes; whoever is in lower(), or calls it later, lowers by himself."""
+        """Ends the processes. For whoever is in lower() it is an error; whoever calls it later lowers by himself."""
+        self._is_closed = True
         with self._lock:
             self._num_processes = 0
             ended, self._processes = self._processes, []

@@ -13,8 +13,8 @@ class PrefixFinder:
 
     Prefill chunks share what is in the cache before the step, or is written in it: their layers write before they read.
     What it finds in a decode step holds as long as the same requests decode: blocks at the beginning of a running
-    request's table are not replaced. One that is preempted comes back by way of a mixed step, after which all is
-    looked for again.
+    request's table are not replaced. One that is preempted, and may come back with other blocks, is missing from a step
+    in between, after which all is looked for again.
     """
 
     def __init__(self, rules: cascade.Rules, max_tokens: int) -> None:

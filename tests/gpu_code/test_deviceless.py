@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,20 +17,38 @@ CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
 # without a device to time matrix products on, takes for granted.
 KERNELS_PER_LAYER = {"decode": 12, "mixed": 11, "shared": 13}
 SHAPES = {"decode": (32, 32, 0), "mixed": (512, 256, 2 * MAX_PIECES + 512 // 64), "shared": (32, 32, MAX_PIECES)}
+# Of Mosaic's kernels in each kind of step, and "unshared", a mixed step that takes no shared prefixes: bytes that a
+# thread stores because it has too few registers, at most.
+SPILLED_BYTES = {
+    "decode": {"decode": 0},
+    "mixed": {"prefixes": 0, "decode": 0, "prefill": 0},
+    "shared": {"prefixes": 0, "decode": 0},
+    "unshared": {"decode": 0, "prefill": 60},
+}
+SPILLED = re.compile(r"Function properties for paged_attention_(\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores")
 
 
-def compile_steps(kind: str, folder: pathlib.Path, *layers: str) -> list[dict[str, int]]:
-    """A kind of step for each number of layers."""
-    # A kernel of ours that spills registers fails the compilation.
+def compile_steps(sizes: tuple[int, ...], folder: pathlib.Path, *layers: str) -> list[dict[str, int]]:
+    """A step for each number of layers."""
+    # A kernel that XLA itself compiles fails if it spills registers. Of Mosaic's ptxas only prints what they spill.
     flags = f"--xla_dump_to={folder} --xla_gpu_fail_ptx_compilation_on_register_spilling=true"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{CUDA_WHEELS}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env |= {"MOSAIC_GPU_DUMP_PTXAS": "1"}
     env |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "llvm_command_line_options=1"}  # see compile_step
     env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not dumped
-    sizes = map(str, (*SHAPES[kind], folder, *layers))
-    command = [sys.executable, "-m", "tests.gpu_code.compile_step", *sizes]
+    command = [sys.executable, "-m", "tests.gpu_code.compile_step", *map(str, (*sizes, folder, *layers))]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(layers) :]]
+    stats = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(stats) == len(layers)
+    spilled = {f"{kernel} spills": int(num_bytes) for kernel, num_bytes in SPILLED.findall(done.stdout)}
+    return [each | spilled for each in stats]
+
+
+def check_spills(stats: dict[str, int], most: dict[str, int]) -> None:
+    """most: bytes by kernel."""
+    found = {name.removesuffix(" spills"): count for name, count in stats.items() if name.endswith(" spills")}
+    assert found.keys() == most.keys() and all(found[kernel] <= most[kernel] for kernel in most), found
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
@@ -37,10 +56,14 @@ def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, int], dict[str, int]]:
     """A kind of step with two layers and with three."""
+    need_compiler()
+    two, three = compile_steps(SHAPES[request.param], tmp_path_factory.mktemp("dump"), "2", "3")
+    return request.param, two, three
+
+
+def need_compiler() -> None:
     if not CUDA_WHEELS.exists():
         pytest.skip("no CUDA compiler: scripts/test.sh installs it")
-    two, three = compile_steps(request.param, tmp_path_factory.mktemp("dump"), "2", "3")
-    return request.param, two, three
 
 
 def test_no_hidden_copy_of_the_cache(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
@@ -60,6 +83,18 @@ def test_a_step_takes_no_more_memory_than_is_set_aside(compiled: tuple[str, dict
 def test_kernels_per_layer_are_those_counted(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
     kind, two, three = compiled
     assert three["num_kernels"] - two["num_kernels"] == KERNELS_PER_LAYER[kind], (two, three)
+
+
+def test_registers_spill_no_more_than_counted(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:
+    kind, two, _ = compiled
+    check_spills(two, SPILLED_BYTES[kind])
+
+
+def test_registers_spill_no_more_than_counted_where_no_prefixes_are_shared(tmp_path: pathlib.Path) -> None:
+    need_compiler()
+    num_tokens, num_rows, _ = SHAPES["mixed"]
+    (stats,) = compile_steps((num_tokens, num_rows, 0), tmp_path, "1")
+    check_spills(stats, SPILLED_BYTES["unshared"])
 
 
 def test_one_command_buffer_holds_the_whole_of_a_decode_step(
@@ -82,6 +117,6 @@ def test_what_another_process_lowered_compiles(
     Kernels that are there already are not compiled again: for them LLVM is given Mosaic's options, and XLA's after it.
     """
     kind, two, _ = compiled
-    (sent,) = compile_steps(kind, tmp_path, "2sent")
+    (sent,) = compile_steps(SHAPES[kind], tmp_path, "2sent")
     assert sent.pop("num_changes_of_options") == 0 and two["num_changes_of_options"] >= 2
     assert sent == {name: value for name, value in two.items() if name != "num_changes_of_options"}

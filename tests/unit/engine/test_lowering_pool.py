@@ -16,10 +16,11 @@ import pytest
 
 from paxpage import LLM, SamplingParams
 from paxpage.config import ModelConfig, RopeScaling
-from paxpage.engine import executables, kv_cache, lowering, lowering_worker, step
+from paxpage.engine import build, executables, kv_cache, lowering, lowering_worker, model_runner, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.lowering import LoweringPool
 from paxpage.engine.mosaic_kernels import kernels_of
+from paxpage.engine.programs import Jobs, Programs
 from paxpage.models import registry
 from tests.gpu_code.lowering import as_h200
 from tests.helpers.engines import ids
@@ -168,9 +169,14 @@ def test_kernels_that_cannot_be_compiled_ahead_cost_a_line_of_the_log(
     assert messages(caplog) == ["kernels are compiled with the steps that they are in: no compiler"]
 
 
-def test_the_end_comes_while_steps_are_lowered_ahead(pool: LoweringPool) -> None:
+def test_the_end_comes_while_steps_are_lowered_ahead(pool: LoweringPool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said of a process that is ended at its work."""
     pool.lower_ahead(step_model(), SHAPES)
+    steps = next(iter(pool._ahead.values())).all_futures
+    wait_until(pool._idle.empty)
     pool.close()
+    assert [future.result(60) for future in steps] == [None, None]
+    assert messages(caplog) == []
     for shape in SHAPES:
         pool.lower(step_model(), shape).compile()
 
@@ -186,13 +192,15 @@ def test_after_the_end_steps_are_lowered_here(pool: LoweringPool) -> None:
 
 
 def test_the_end_comes_while_steps_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    """As when one of them cannot be compiled, or with Ctrl-C: nobody is left waiting, and no process."""
-    pool, lowered = LoweringPool(CONFIG, "float32", 1), []
+    """As when one of them cannot be compiled, or with Ctrl-C: nobody is left waiting or at work, and no process."""
+    pool, refused = LoweringPool(CONFIG, "float32", 1), []
     pool.start()
     (process,) = pool._processes
 
     def lower(shape: StepShape) -> None:
-        lowered.append(pool.lower(step_model(), shape))
+        with pytest.raises(RuntimeError, match="were ended") as error:
+            pool.lower(step_model(), shape)
+        refused.append(error)
 
     threads = [threading.Thread(target=lower, args=(shape,), daemon=True) for shape in SHAPES]
     for thread in threads:
@@ -203,8 +211,8 @@ def test_the_end_comes_while_steps_are_waited_for(caplog: pytest.LogCaptureFixtu
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    assert len(lowered) == 2 and process.poll() is not None and pool._processes == []
-    assert len(messages(caplog)) == 1
+    assert len(refused) == 2 and process.poll() is not None and pool._processes == []
+    assert messages(caplog) == []
 
 
 def test_processes_that_cannot_be_started(
@@ -291,3 +299,29 @@ def test_an_engine_whose_steps_other_processes_lower(
     assert answers() == expected
     assert len(modules) == 3 and messages(caplog) == []  # what a CPU compiles before it is ready
     assert [pool._processes for pool in pools] == [[]]
+
+
+def test_what_was_begun_early_ends_with_a_start_that_fails(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C while weights are loaded: no thread goes on to compile for nobody, and the log has no warning of it."""
+    begun: list[Programs] = []
+
+    class KeptPrograms(Programs):
+        def begin(self, jobs: Jobs) -> None:
+            begun.append(self)
+            super().begin(jobs)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executables, "source_digest", lambda: "these")
+    monkeypatch.setattr(executables, "open_pool", lambda config, dtype: LoweringPool(config, dtype, 1))
+    monkeypatch.setattr(model_runner, "Programs", KeptPrograms)
+    monkeypatch.setattr(build, "_right_runner", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir="", show_progress=False)
+    (programs,) = begun
+    assert programs.ended.done() and not programs._jobs
+    programs.join()
+    assert messages(caplog) == []

@@ -614,6 +614,26 @@ def test_nothing_computed_before_a_reset_is_used_after_it() -> None:
     assert_idle(scheduler)
 
 
+def test_what_a_scored_prompt_only_read_is_written_when_it_is_computed_anew() -> None:
+    """Its scores are known, its blocks are lost, and another prompt is scored in the step that computes it again."""
+    scheduler = make_scheduler(Sizes(max_num_batched_tokens=200, has_prefix_cache=True))
+    model, params = FakeModel(scheduler.manager), SamplingParams(prompt_logprobs=0)
+    first, scored = make_request("first", 40, max_tokens=1), make_request("scored", 40, params=params)
+    for request in (first, scored):
+        scheduler.add(request)
+        step(scheduler, model)
+    assert scored.num_readonly_tokens == 32
+    scheduler.end_scoring(scored)
+    scheduler.preempt_all()
+    model.forget()
+    other = make_request("other", [9] * 20, params=params)
+    scheduler.add(other)
+    assert step(scheduler, model).has_scored
+    scheduler.end_scoring(other)
+    drain(scheduler, model)
+    assert_ended([first, scored, other])
+
+
 # Samples of one prompt
 
 

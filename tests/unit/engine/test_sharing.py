@@ -1,5 +1,6 @@
-"""Decode steps whose rows share a beginning: a shape of their own, the same tokens. What a GPU gains is elsewhere."""
+"""Steps whose rows share a beginning: what is found, and that tokens stay the same. What a GPU gains is elsewhere."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +12,25 @@ from paxpage import LLM
 from paxpage.engine.batch import StepShape, pack, unpack, unpack_shared
 from paxpage.engine.kv_cache_manager import KVCacheManager
 from paxpage.engine.model_runner import choose_shape, step_shapes
-from paxpage.engine.scheduler import ScheduledBatch
+from paxpage.engine.request import FinishReason, Request
+from paxpage.engine.sampling_params import SamplingParams
+from paxpage.engine.scheduler import ScheduledBatch, Scheduler
 from paxpage.engine.sharing import PrefixFinder
 from tests.helpers.checkpoints import TINY, write_checkpoint
 from tests.helpers.engines import greedy_params, tokens
-from tests.unit.engine.host_side import Sizes, make_request, make_scheduler
+from tests.unit.engine.host_side import (
+    FakeModel,
+    Sizes,
+    assert_ended,
+    make_request,
+    make_scheduler,
+    without_type_checks,
+)
 
 RULES = cascade.Rules(
     block_size=16, chunk_queries=5, window_rows=64, num_lanes=2, min_saved_tokens=100, min_saved_tiles=-100
 )
+SMALL_RULES = RULES._replace(block_size=4, chunk_queries=3, window_rows=16, min_saved_tokens=10)
 PROMPTS = [[50 + j % 400 for j in range(150)] + [7 + j] * 5 for j in range(6)]
 
 
@@ -135,6 +146,71 @@ def test_prefill_chunks_behind_blocks_that_are_cached_share_them() -> None:
     assert [row.num_tokens for row in batch.rows] == [1] * 6 + [21] * 5 + [40] and shared is not None
     assert shared.num_tokens.tolist() == [144] * 11 + [0]
     assert shared.place[6:11].tolist() == [6 + 21 * index - (64 if index > 2 else 0) for index in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_found_in_any_traffic_holds_each_rows_own_tokens(seed: int) -> None:
+    """With preemption, samples of one prompt, scored prompts, aborts, and a cache that is forgotten or lost."""
+    draw = random.Random(seed)
+    scheduler = make_scheduler(Sizes([60, 200][seed % 2], 4, 24, [60, 300][seed // 2 % 2], has_prefix_cache=True))
+    model, finder = FakeModel(scheduler.manager), PrefixFinder(SMALL_RULES, max_tokens=10**6)
+    beginnings = [[draw.randrange(500) for _ in range(length)] for length in (40, 90)]
+    requests: list[Request] = []
+    num_found = 0
+    with without_type_checks():
+        while len(requests) < 500 or scheduler.has_unfinished_requests():
+            if len(requests) < 500 and draw.random() < 0.5:
+                requests += add_some(scheduler, draw, draw.choice(beginnings), len(requests))
+            disturb(scheduler, model, draw)
+            batch = scheduler.schedule()
+            found = finder.find(batch, scheduler.manager) if batch.rows else None
+            sampled = model.run(batch) if batch.rows else []
+            num_found += 0 if found is None else num_that_share(found, batch, model)
+            for row in batch.rows:
+                if row.request.is_scored and row.is_sampled:
+                    scheduler.end_scoring(row.request)
+            scheduler.update(batch, sampled)
+    assert num_found > 500
+    assert_ended([request for request in requests if request.finish_reason is not FinishReason.ABORT])
+
+
+def add_some(scheduler: Scheduler, draw: random.Random, beginning: list[int], number: int) -> list[Request]:
+    """Requests with one beginning, each alone, or samples of one prompt."""
+    added: list[Request] = []
+    for _ in range(6):
+        prompt = beginning + [draw.randrange(500) for _ in range(draw.choice([0, 1, 3, 20]))]
+        params = SamplingParams(prompt_logprobs=0) if draw.random() < 0.2 else None
+        names = [f"{number + len(added) + index}" for index in range(1 if params else draw.choice([1, 3]))]
+        samples = [make_request(name, prompt, draw.choice([1, 4, 20]), params=params) for name in names]
+        scheduler.add_samples(samples)
+        added += samples
+    return added
+
+
+def disturb(scheduler: Scheduler, model: FakeModel, draw: random.Random) -> None:
+    """Now and then."""
+    if draw.random() < 0.05 and scheduler.running:
+        scheduler.finish(draw.choice(scheduler.running), FinishReason.ABORT)
+    if draw.random() < 0.03:
+        scheduler.manager.forget_cached()
+    if draw.random() < 0.03:
+        scheduler.preempt_all()
+        model.forget()
+
+
+def num_that_share(found: cascade.SharedPrefixes, batch: ScheduledBatch, model: FakeModel) -> int:
+    """How many rows do; in the blocks by way of which their pieces are read are their own tokens."""
+    manager, sharing = model.manager, np.flatnonzero(found.num_tokens)
+    for index in sharing.tolist():
+        num_tokens, row = int(found.num_tokens[index]), batch.rows[index]
+        assert num_tokens <= row.start
+        pieces = found.pieces[found.first_piece[index] :: max(1, found.stride[index])][: found.num_pieces[index]]
+        positions = np.arange(num_tokens)
+        for reader in set(pieces[:, 0].tolist()):
+            blocks = manager.block_tables[batch.rows[reader].request.row, positions // manager.block_size]
+            slots = blocks * manager.block_size + positions % manager.block_size
+            assert model.slots[slots].tolist() == row.request.token_ids[:num_tokens]
+    return len(sharing)
 
 
 def test_shared_prefixes_travel_with_the_batch() -> None:

@@ -1,0 +1,40 @@
+"""What scripts/autotune.py times and writes; the timing itself wants a GPU."""
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import tuned
+from pallas_kernels.paged_attention.shapes import HeadLayout
+from scripts import autotune
+
+
+def entry(kernel: str, num_rows: int, us: float) -> tuned.Entry:
+    return tuned.Entry(kernel, 32, 8, 128, "bfloat16", num_rows, {"num_splits": 1}, us)
+
+
+def test_one_row_order_is_that_of_all_batches() -> None:
+    """A configuration is compiled once, with the order of the first batch's rows."""
+    batches = autotune.batches_of(5, HeadLayout(2, 1, 64))
+    lengths = [np.asarray(batch[4]) for batch in batches]
+    assert len({tuple(each.tolist()) for each in lengths}) == 4
+    assert all((np.argsort(-each, kind="stable") == np.arange(5)).all() for each in lengths)
+
+
+def test_entries_that_were_not_found_anew_stay(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is interrupted, too."""
+    path = tmp_path / "device.json"
+    tuned.write(path, "device", "then", [entry("mosaic_decode", 1, 5.0), entry("mosaic_decode", 2, 5.0)])
+
+    def entries(work: list[tuple[HeadLayout, int]]) -> Iterator[tuned.Entry]:
+        assert work == [(HeadLayout(32, 8, 128), 1), (HeadLayout(32, 8, 128), 2)]
+        yield entry("mosaic_decode", 1, 3.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autotune, "entries", entries)
+    monkeypatch.setattr("sys.argv", ["autotune.py", "--heads=32x8x128", "--rows=1,2", f"--out={path}"])
+    with pytest.raises(KeyboardInterrupt):
+        autotune.main()
+    assert [(found.num_rows, found.us) for found in tuned.read(path)] == [(1, 3.0), (2, 5.0)]
