@@ -299,7 +299,7 @@ class Scheduler:
         self._dismiss_followers(leader)
 
     def _fork(self, batch: ScheduledBatch, request: Request, row: ScheduledRow, index: int) -> None:
-        self.waiting.remove(request)
+        self._leave_queue(request)
         self.manager.fork(request, row.request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -345,6 +345,11 @@ class Scheduler:
             self.manager.pool.num_free,
         )  # fmt: skip
 
+    def _leave_queue(self, request: Request) -> None:
+        index = bisect.bisect_left(self.waiting, self._rank(request), key=self._rank)
+        assert self.waiting[index] is request, request.request_id
+        del self.waiting[index]
+
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -352,6 +357,6 @@ class Scheduler:
             self._num_held -= request.num_computed_tokens
             self.manager.release(request)
         elif request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
+            self._leave_queue(request)
         elif request.status is RequestStatus.ENDING:
             self.ending.remove(request)

@@ -1,6 +1,7 @@
 """Who takes part in a step, with how many tokens, and who has to go."""
 
 import logging
+import time
 
 import pytest
 
@@ -969,3 +970,16 @@ def test_the_stand_in_would_show_a_wrong_slot() -> None:
     model.slots[block_id * 16 + 3] += 1
     drain(scheduler, model)
     assert request.output_token_ids[1:] != outputs_alone(request)[1:]
+
+
+def test_a_long_queue_is_left_without_being_searched_from_its_front() -> None:
+    """As when a client with many prompts goes: the engine's thread would do nothing else for minutes."""
+    with without_type_checks():
+        scheduler = make_scheduler(Sizes())
+        requests = [make_request(str(number), 3) for number in range(30_000)]
+        add_all(scheduler, *requests)
+        start_s = time.monotonic()
+        for request in requests[::-1]:
+            scheduler.finish(request, FinishReason.ABORT)
+        assert time.monotonic() - start_s < 3
+    assert not scheduler.has_unfinished_requests()
