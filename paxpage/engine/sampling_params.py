@@ -8,6 +8,8 @@ from paxpage.config import require, require_int
 from paxpage.engine.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
+MAX_STOPS = 256
+MAX_STOP_CHARS = 16_384  # of all stop strings together: they are looked for after every token
 MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 1024  # as token ids: a text is two of them
 ALL_LOGPROBS = -1
@@ -50,7 +52,8 @@ class SamplingParams:
     temperature: 0 (or anything under 1e-5) is greedy; at most 1e6.
     top_p, top_k, min_p: keep the most likely tokens; top_k 0 or -1 keeps all. Ties with the last kept one stay.
     seed: any int64. The same seed gives the same tokens whatever else is in the batch.
-    stop: strings that end the text (not included unless include_stop_str_in_output).
+    stop: strings that end the text (not included unless include_stop_str_in_output). At most 256, of 16,384 characters
+        together.
     stop_token_ids: token ids that end the request. At most 64.
     ignore_eos: go on past the model's own end-of-sequence tokens.
     max_tokens: new tokens at most; None: all that the context allows.
@@ -136,6 +139,9 @@ class SamplingParams:
         stops = self.stop_strings
         is_text = all(isinstance(s, str) and s for s in stops)
         require(is_text, "stop", self.stop, "a non-empty string or a list of non-empty strings")
+        is_short = len(stops) <= MAX_STOPS and sum(map(len, stops)) <= MAX_STOP_CHARS
+        allowed = f"at most {MAX_STOPS}, of {MAX_STOP_CHARS} characters together"
+        require(is_short, "stop", f"{len(stops)} strings", allowed)
         require(self.detokenize or not stops, "stop", self.stop, "nothing when detokenize is False")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         _require_ids("stop_token_ids", ids)

@@ -34,6 +34,7 @@ MAX_REQUEST_ID_LENGTH = 128
 REQUEST_ID_PATTERN = "^[!-~]([ -~]*[!-~])?$"  # what a header may hold
 MAX_ID_DIGITS = 11
 MAX_CACHE_SALT_LENGTH = 256
+MAX_PROMPTS = 4096  # of one request
 
 Prompts = list[str] | list[list[int]]
 Messages = list[dict[str, str]]
@@ -79,6 +80,8 @@ def parse_prompts(value: Any) -> Prompts:
     if _are_token_ids(value):
         return [value]
     is_list = isinstance(value, list) and bool(value)
+    if is_list and len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts; allowed: at most {MAX_PROMPTS}")
     if is_list and (all(isinstance(item, str) for item in value) or all(_are_token_ids(item) for item in value)):
         return value
     raise _refuse(value, "a string, a list of strings, a list of token ids, or a list of non-empty lists of token ids")

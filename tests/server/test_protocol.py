@@ -8,11 +8,12 @@ import pytest
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.structured_outputs import StructuredOutputsParams
 from paxpage.server.errors import ApiError
-from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
+from paxpage.server.protocol import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 
 USER = {"role": "user", "content": "x"}
 CHAT = {"messages": [USER]}
 COMPLETION = {"prompt": "x"}
+MANY = ["a"] * (MAX_PROMPTS + 1)
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9)
 
 
@@ -32,13 +33,15 @@ def completion(**fields: Any) -> CompletionRequest:
         (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
+        ([1] * (MAX_PROMPTS + 1), [[1] * (MAX_PROMPTS + 1)]),
+        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
     ],
 )
 def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: object, parsed: object) -> None:
     assert completion(prompt=prompt).prompt == parsed
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", [1]], [True], [1.5], {"a": 1}, [[1], []]])
+@pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", [1]], [True], [1.5], {"a": 1}, [[1], []], MANY])
 def test_other_prompts_are_refused_by_name(prompt: object) -> None:
     with pytest.raises(ApiError, match=r"^prompt ") as raised:
         completion(prompt=prompt)

@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 
 from paxpage.engine import sampling_params
-from paxpage.engine.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
+from paxpage.engine.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 NOT_NUMBERS = ("1", None, True, [], {}, 1j)
 NOT_INTS = (*NOT_NUMBERS, 1.5, 1.0, math.nan, math.inf)
+LONG_STOP = "a" * MAX_STOP_CHARS
 AS_MANY_WORDS = (["a"] * (MAX_BAD_WORDS // 2), [[1]] * MAX_BAD_WORDS)
 TOO_MANY_WORDS = tuple([*words, *words[:1]] for words in AS_MANY_WORDS)
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -24,7 +31,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "min_tokens": (*NOT_INTS, -1, 17),
     "logprobs": ("2", True, 1.5, -2),
     "prompt_logprobs": ("2", True, 1.5, -1),
-    "stop": (5, "", [""], ["a", ""], ["a", 5], [None], {"a": 1}, True),
+    "stop": (5, "", [""], ["a", ""], ["a", 5], [None], {"a": 1}, True, ["a"] * (MAX_STOPS + 1), LONG_STOP + "a"),
     "stop_token_ids": (5, "12", ["1"], [1.0], [True], [-1], {1, 2}, [1] * (MAX_STOP_TOKEN_IDS + 1)),
     "presence_penalty": (*NOT_NUMBERS, -2.1, 2.1, math.nan),
     "frequency_penalty": (*NOT_NUMBERS, -2.1, 2.1, math.inf),
@@ -113,7 +120,7 @@ def test_a_bad_bias_is_refused_by_its_key(unchecked: Any, value: Any, named: str
             (None, [], ["x", "y z"], ["x", [1, 2]], (("x"),), ["a"] * (MAX_BAD_WORDS // 2), [[1]] * MAX_BAD_WORDS),
         ),
         ("prompt_logprobs", (None, 0, 20)),
-        ("stop", (None, "x", [], ["x", "yz"], ("x",))),
+        ("stop", (None, "x", [], ["x", "yz"], ("x",), ["a"] * MAX_STOPS, LONG_STOP)),
         ("stop_token_ids", (None, [], [0], (1, 2), [1] * MAX_STOP_TOKEN_IDS)),
     ],
 )
