@@ -127,7 +127,7 @@ def make_options(values: flags.FlagValues) -> ServeOptions:
     own_fields = {field.name for field in dataclasses.fields(ServeOptions)} - {"engine"}
     engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_fields})
     own: dict[str, Any] = {name: given.get(name) for name in own_fields}
-    own["api_key"] = given.get("api_key") or os.environ.get(API_KEY_VARIABLE) or None
+    own["api_key"] = given.get("api_key", os.environ.get(API_KEY_VARIABLE))
     own["chat_template"] = None if own["chat_template"] is None else read_chat_template(own["chat_template"])
     return ServeOptions(engine=engine, **own)
 

@@ -15,6 +15,7 @@ from paxpage.engine.build import build_engine, serving_config
 from paxpage.engine.compilation import CompilationCounter
 from paxpage.engine.engine import Engine
 from paxpage.models.embedded import default_model_path
+from paxpage.prompts import render_chat
 from paxpage.server.app import create_app
 from paxpage.server.async_engine import AsyncEngine
 from paxpage.server.generation import ServerContext, sampling_defaults
@@ -52,7 +53,8 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
 
 
 def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) -> ServerContext:
-    """What the routes need, from the engine and the flags."""
+    """What the routes need, from the engine and the flags. ValueError for a chat template that is no Jinja."""
+    check_template(engine.tokenizer, options.chat_template)
     compilations = CompilationCounter(after=engine.runner.warmed_up)
     metrics = Metrics(
         engine.model_name,
@@ -83,6 +85,20 @@ def make_context(options: ServeOptions, engine: Engine, lifecycle: Lifecycle) ->
         other_names=options.served_names[1:],
         tool_policy=tool_policy(options, engine.tokenizer),
     )
+
+
+def check_template(tokenizer: Any, chat_template: str | None) -> None:
+    """Raises ValueError for a template that cannot be parsed. What it makes of messages is seen when they come."""
+    if tokenizer is None or chat_template is None:
+        return
+    import jinja2  # most servers start without
+
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hi"}], chat_template=chat_template)
+    except ValueError as error:
+        if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+            where = f"line {error.__cause__.lineno}: {error.__cause__.message}"
+            raise ValueError(f"chat_template is no Jinja template: {where}") from None
 
 
 def end_if_failed(async_engine: AsyncEngine, warmed_up: Future[None]) -> None:

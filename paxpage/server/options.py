@@ -42,6 +42,9 @@ class ServeOptions:
         parsers = ", ".join(TOOL_CALL_PARSERS)
         require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", self.tool_call_parser, parsers)
         require(self.log_format in LOG_FORMATS, "log_format", self.log_format, ", ".join(LOG_FORMATS))
+        key = self.api_key
+        is_sendable = key is None or (key.isascii() and key.isprintable() and key.strip() == key != "")
+        require(is_sendable, "api_key", "not shown", "printable ASCII characters, no space first or last, at least one")
         require_int("port", self.port, 0, 65535)
         require_int("shutdown_timeout", self.shutdown_timeout, 0, MAX_SHUTDOWN_TIMEOUT_S)
         if self.max_num_queued_reqs is not None:

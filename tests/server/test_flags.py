@@ -13,10 +13,12 @@ from absl import flags
 
 from paxpage import serve
 from paxpage.config import EngineConfig
+from paxpage.server.launch import check_template
 from paxpage.server.lifecycle import ABORT_S
 from paxpage.server.listen import bind
 from paxpage.server.options import API_KEY_VARIABLE, ServeOptions
 from tests.server.process import ROOT
+from tests.server.tiny import make_tokenizer
 
 
 def options(*arguments: str) -> ServeOptions:
@@ -116,11 +118,32 @@ def test_the_key_comes_from_the_flag_or_the_environment(monkeypatch: pytest.Monk
     assert options("--api_key=own").api_key == "own"
 
 
+@pytest.mark.parametrize("key", ["", " ", "a\n", "k\u00e9y"])
+def test_a_key_that_no_client_could_send_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one above all: it would ask nobody for anything."""
+    with pytest.raises(ValueError, match=r"^api_key is 'not shown'; allowed: printable"):
+        options(f"--api_key={key}")
+    monkeypatch.setenv(API_KEY_VARIABLE, key)
+    with pytest.raises(ValueError, match=r"^api_key is 'not shown'"):
+        options()
+    assert options("--api_key=own").api_key == "own"
+
+
 def test_a_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages }}")
     assert options(f"--chat_template={file}").chat_template == "{{ messages }}"
     assert options("--chat_template={{ x }}").chat_template == "{{ x }}"
+
+
+def test_a_chat_template_that_cannot_be_parsed_is_refused() -> None:
+    """One that refuses these messages, or uses what transformers adds to Jinja, is none of those."""
+    tokenizer = make_tokenizer()
+    for good in (None, "{{ raise_exception('no') }}", "{% generation %}{{ messages }}{% endgeneration %}"):
+        check_template(tokenizer, good)
+    check_template(None, "{{ broken")
+    with pytest.raises(ValueError, match=r"^chat_template is no Jinja template: line 2: "):
+        check_template(tokenizer, "{{ messages }}\n{{ broken")
 
 
 # The file of flags
