@@ -98,7 +98,7 @@ def _read_arguments(field: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     require(isinstance(arguments, Mapping), f"{field}.tool_calls", call, allowed)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -246,14 +246,14 @@ def _grammar_text(source: GrammarSource) -> str:
     """In llguidance's own form."""
     from llguidance import LLMatcher, grammar_from
 
-    if source.kind in ("json", "json_object"):
-        has_options = '"x-guidance"' in source.text  # llguidance's own, which say what white space there may be
-        return LLMatcher.grammar_from_json_schema(
-            source.text, defaults=None if has_options else {"whitespace_pattern": WHITE_SPACE}
-        )
     try:
+        if source.kind in ("json", "json_object"):
+            has_options = '"x-guidance"' in source.text  # llguidance's own, which say what white space there may be
+            return LLMatcher.grammar_from_json_schema(
+                source.text, defaults=None if has_options else {"whitespace_pattern": WHITE_SPACE}
+            )
         return grammar_from(source.kind, source.text)  # type: ignore[arg-type]
-    except Exception as error:  # of the translation from GBNF
+    except Exception as error:  # of a schema that is nested too deeply, or of the translation from GBNF
         raise _refusal(source, str(error)) from error
 
 

@@ -127,7 +127,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientLeftError, _answer_nobody)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
-    app.add_exception_handler(Exception, _answer_fault)
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:
@@ -143,10 +142,6 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=STATUS_CLIENT_LEFT)
-
-
-async def _answer_fault(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "a fault of the server; its log has the details"))
 
 
 class TakesTurns:
@@ -168,7 +163,7 @@ def new_request_id() -> str:
 
 
 class RequestIds:
-    """Every answer has an X-Request-Id: the request's own, or a new one."""
+    """Every answer has an X-Request-Id: the request's own, or a new one. A fault is logged under it, and answered."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -182,8 +177,12 @@ class RequestIds:
         state = scope.setdefault("state", {})
         state["request_id"] = given or new_request_id()
 
+        has_begun = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
             await send(message)
 
@@ -193,7 +192,14 @@ class RequestIds:
             error = ApiError(400, f"{REQUEST_ID_HEADER} is {given[:40]!r}; allowed: {allowed}", REQUEST_ID_HEADER)
             await error_response(error)(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if has_begun:
+                raise
+            LOGGER.exception("request %s failed", state["request_id"])
+            error = ApiError(500, "a fault of the server; its log has the details")
+            await error_response(error)(scope, receive, send_with_id)
 
 
 def _is_request_id(text: str) -> bool:

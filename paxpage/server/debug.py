@@ -39,7 +39,7 @@ def _prepare(context: ServerContext, body: bytes) -> list[Prepared]:
 def _has_messages(body: bytes) -> bool:
     try:
         fields = json.loads(body)
-    except ValueError:  # parse_body says what is wrong
+    except (ValueError, RecursionError):  # parse_body says what is wrong
         return False
     return isinstance(fields, dict) and "messages" in fields
 

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: one JSON object with message, type, param and code."""
 
+import re
 from collections.abc import Mapping
 
 from fastapi.responses import JSONResponse
@@ -43,6 +44,6 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def from_value_error(error: ValueError, fields: Mapping[str, object]) -> ApiError:
-    """A 400 for a value the engine refused. param is the message's first word, up to a dot, if one of fields."""
-    first_word = str(error).partition(" ")[0].partition(".")[0]
+    """A 400 for a value the engine refused. param is the message's first word, up to a dot or [, if one of fields."""
+    first_word = re.split(r"[ .\[]", str(error), maxsplit=1)[0]
     return ApiError(400, str(error), first_word if first_word in fields else None)

@@ -316,6 +316,23 @@ def test_a_request_id_is_used_and_may_not_be_shared() -> None:
     run(check())
 
 
+def test_a_fault_is_500_and_logged_under_the_request_s_id(caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(ScriptedEngine):
+        def prepare(self, *_: Any, **__: Any) -> Any:
+            raise KeyError("a mistake of ours")
+
+    async def check() -> None:
+        async with site(Faulty()) as s:
+            response = await s.client.post(COMPLETIONS, json=PROMPT, headers={"X-Request-Id": "mine"})
+            assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+            assert response.json()["error"]["type"] == "InternalServerError"
+            assert "mistake" not in response.text
+
+    with caplog.at_level(logging.ERROR, logger="paxpage"):
+        run(check())
+    assert "request mine failed" in caplog.text and "a mistake of ours" in caplog.text
+
+
 def test_a_full_queue_is_429_with_retry_after() -> None:
     async def check() -> None:
         async with site(max_num_seqs=1, max_num_queued_reqs=1) as s:

@@ -608,6 +608,19 @@ def test_malformed_messages(tiny: ServerProcess) -> None:
     check_refused(tiny.post("chat/completions", {}), "messages")
 
 
+def test_bodies_that_are_nested_too_deeply(tiny: ServerProcess) -> None:
+    """Wherever JSON is read: a reader that goes down until Python's stack ends would be a fault of the server."""
+    deep = "[" * 100_000
+    headers = {"Content-Type": "application/json"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/debug/explain_cache"):
+        check_refused(tiny.client.post(path, content=deep, headers=headers), "JSON")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": deep}}
+    refused = tiny.post("chat/completions", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]})
+    check_refused(refused, "tool_calls")
+    assert refused.json()["error"]["param"] == "messages"
+    check_refused(tiny.post("completions", {"prompt": "x", "structured_outputs": {"json": deep}}), "structured_outputs")
+
+
 def test_wrong_routes_and_methods(tiny: ServerProcess) -> None:
     for route in ROUTES:
         assert tiny.client.get(f"/v1/{route}").status_code == 405

@@ -122,6 +122,11 @@ def test_beside_all_other_options(tiny: ServerProcess) -> None:
     assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == choice["message"]["content"]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema so many objects deep."""
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a regex": ({"structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs", "look-around"),
     "a number": ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regex is 5; allowed: a non-empty string"),
@@ -130,6 +135,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
         *("response_format", "uniqueItems"),
+    ),
+    "a deep schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(75)}}},
+        *("response_format", "structured_outputs.json cannot be followed: recursion limit"),
     ),
     "two": (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
