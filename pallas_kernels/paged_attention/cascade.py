@@ -249,15 +249,16 @@ def _cut(
     for window, num_tiles in zip(windows, tiles, strict=True):
         count = -(-num_tiles // size)
         places = starts[window.rows] - window.chunk * CHUNK
-        of_rows[:, window.rows] = _columns(window.num_tokens, first_piece + len(pieces), count, places, 1)
+        _fill(of_rows, window.rows, window.num_tokens, first_piece + len(pieces), count, places, 1)
         for ends in itertools.pairwise(_ends(num_tiles, count)):
             pieces.append(_piece(int(window.rows[0]), window.chunk, window.num_tokens, ends))
     return pieces
 
 
-def _columns(*values: Any) -> np.ndarray:
-    """The fields of rows, each one value or one for each row, as columns of an array."""
-    return np.stack(np.broadcast_arrays(*values))
+def _fill(of_rows: np.ndarray, rows: np.ndarray, *values: Any) -> None:
+    """Writes the fields of some rows, each one value or one for each of them."""
+    for field, value in zip(of_rows, values, strict=True):
+        field[rows] = value
 
 
 def _ends(num_tiles: int, count: int) -> list[int]:
@@ -377,7 +378,7 @@ def _lay(stacks: list[Stack], chunks: Chunks, of_rows: np.ndarray, rules: Rules)
         windows, firsts, rows = np.array(stack.windows), chunks.starts[stack.members], chunks.rows[stack.members]
         number = windows.searchsorted(firsts // CHUNK, side="right") - 1
         places = firsts - windows[number] * CHUNK
-        of_rows[:, rows] = _columns(stack.num_tokens, len(pieces) + number, count, places, len(windows))
+        _fill(of_rows, rows, stack.num_tokens, len(pieces) + number, count, places, len(windows))
         for ends in itertools.pairwise(_ends(stack.num_tiles, count)):
             pieces += [_piece(int(rows[0]), chunk, stack.num_tokens, ends) for chunk in stack.windows]
     return pieces
