@@ -51,7 +51,7 @@ class SharedPrefixes(NamedTuple):
     chunk the window of a piece may end before its queries do: they go on in the piece behind it.
     """
 
-    pieces: Any  # [max_pieces(num_tokens, ...), 5], the fields of Piece
+    pieces: Any  # [max_pieces(num_tokens, ...), 5], or MAX_PIECES if no row has more than one query; fields of Piece
     total: Any  # [1], pieces that there are; the rest is padding
     num_tokens: Any  # [num_rows], 0 for rows that share nothing, and then so are the next
     first_piece: Any  # [num_rows]

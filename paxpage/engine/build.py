@@ -74,8 +74,7 @@ def build_engine(
         options, dtype=config.dtype, load_format=config.load_format, seed=config.seed, show_progress=show_progress
     )
     served = describe(model, params, tokenizer, options)
-    if served_model_name is not None:
-        served = served._replace(name=served_model_name)
+    served = served if served_model_name is None else served._replace(name=served_model_name)
     limits = _limits(config, served)
     plan = _plan(config, limits, served)
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
@@ -85,8 +84,7 @@ def build_engine(
         if compiler.pool is not None:
             coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
             expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
-            early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan)
-            if_it_fails.callback(early.close)
+            early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan, if_it_fails)
         loading = pool.submit(served.load)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
@@ -202,8 +200,11 @@ def _num_blocks(
     return num_blocks
 
 
-def _begin_early(runner: ModelRunner, served: ServedModel, plan: Plan) -> ModelRunner:
+def _begin_early(
+    runner: ModelRunner, served: ServedModel, plan: Plan, if_it_fails: contextlib.ExitStack
+) -> ModelRunner:
     """Has its programs made while the weights are: steps lowered by other processes, all others compiled here."""
+    if_it_fails.callback(runner.close)
     cache = kv_cache.abstract_cache(*runner.layout)
     runner.compiler.expect(_step_model(served, plan, cache), plan.shapes)
     runner.begin_warm_up()
