@@ -211,7 +211,7 @@ class ApiKeyGuard:
 
     def __init__(self, app: ASGIApp, api_key: str):
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on or answers 401."""
@@ -223,4 +223,5 @@ class ApiKeyGuard:
 
     def _is_allowed(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return hmac.compare_digest(key, self._expected) and scheme.lower() == b"bearer"

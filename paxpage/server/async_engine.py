@@ -324,8 +324,8 @@ class AsyncEngine:
         """Hands prepared requests to the engine; the stream must be closed when its reader is done or gone.
 
         Raises:
-            ApiError: 503 when the engine is dead or the server stops, 429 when the queue is full, 400 for a
-                request id in use.
+            ApiError: 503 when the engine is dead or the server stops, 429 when the queue is full, 400 for more than
+                it ever holds and for a request id in use.
         """
         self._require_alive()
         self._require_room(len(prepared))
@@ -375,6 +375,9 @@ class AsyncEngine:
     def _require_room(self, num_new: int) -> None:
         if self._max_num_queued_reqs is None:
             return
+        most = self._max_num_queued_reqs + self._max_num_seqs
+        if num_new > most:  # there is never room: nobody should try again
+            raise ApiError(400, f"prompt has {num_new} prompts; allowed: at most {most}, the whole queue", "prompt")
         stats = self.metrics.stats
         num_free_rows = 0 if stats.num_waiting else max(self._max_num_seqs - stats.num_running, 0)
         num_queued = stats.num_waiting + self._thread.num_pending_commands

@@ -259,7 +259,9 @@ def test_models_version_health_and_metrics() -> None:
         ({"Authorization": "Bearer nope"}, 401),
         ({"Authorization": "secret"}, 401),
         ({"Authorization": b"Bearer secr\xe9t"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
         ({"Authorization": "Bearer secret"}, 200),
+        ({"Authorization": "bearer secret"}, 200),
     ],
 )
 def test_an_api_key_guards_everything_but_health(headers: dict[str, Any], status: int) -> None:
@@ -344,6 +346,9 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
             refused = await s.post(PROMPT)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["type"] == "RateLimitError"
+            refused = await s.post({**PROMPT, "prompt": ["hi"] * 3})
+            assert refused.status_code == 400 and "retry-after" not in refused.headers, "it would never have a place"
+            assert (refused.json()["error"]["param"], "at most 2" in refused.text) == ("prompt", True)
             s.engine.hold.set()
             assert [(await task).status_code for task in (running, queued)] == [200, 200]
             assert 'admission_rejections_total{model_name="m"} 1.0' in (await s.client.get("/metrics")).text
