@@ -35,6 +35,7 @@ REQUEST_ID_PATTERN = "^[!-~]([ -~]*[!-~])?$"  # what a header may hold
 MAX_ID_DIGITS = 11
 MAX_CACHE_SALT_LENGTH = 256
 MAX_PROMPTS = 4096  # of one request
+MAX_CHOICES = 16_384  # of one answer: prompts times n
 
 Prompts = list[str] | list[list[int]]
 Messages = list[dict[str, str]]
@@ -379,6 +380,13 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: Annotated[Any, only("")] = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_num_choices(self) -> "CompletionRequest":
+        num_prompts = len(self.prompt)
+        most = MAX_CHOICES // num_prompts
+        require((self.n or 1) <= most, "n", self.n, f"at most {most} for {num_prompts} prompts")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:

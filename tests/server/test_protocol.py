@@ -41,6 +41,13 @@ def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: object, parsed: 
     assert completion(prompt=prompt).prompt == parsed
 
 
+def test_an_answer_has_so_many_choices_at_most() -> None:
+    assert completion(prompt=["a"] * 128, n=128).n == 128
+    with pytest.raises(ApiError, match="n is 128; allowed: at most 127 for 129 prompts") as raised:
+        completion(prompt=["a"] * 129, n=128)
+    assert (raised.value.status, raised.value.param) == (400, "n")
+
+
 @pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", [1]], [True], [1.5], {"a": 1}, [[1], []], MANY])
 def test_other_prompts_are_refused_by_name(prompt: object) -> None:
     with pytest.raises(ApiError, match=r"^prompt ") as raised:
