@@ -15,7 +15,7 @@ from paxpage.command_line import Flag
 from paxpage.config import EngineConfig, require
 from paxpage.server.listen import allow_many_connections, bind
 from paxpage.server.logs import set_up_logging
-from paxpage.server.options import API_KEY_VARIABLE, SHUTDOWN_TIMEOUT_S, ServeOptions
+from paxpage.server.options import API_KEY_VARIABLE, MAX_NUM_QUEUED_REQS, SHUTDOWN_TIMEOUT_S, ServeOptions
 from paxpage.server.signals import SignalWatcher, end_process
 
 PROGRAM = "paxpage.serve"
@@ -50,7 +50,7 @@ FLAGS_BY_GROUP = {
         Flag("max_num_seqs", int, None, "samples that run at once"),
         Flag("max_num_batched_tokens", int, None, "tokens of one step"),
         Flag("num_tokens_beside_decodes", int, None, "of a step while most requests decode; 512 on a GPU if not given"),
-        Flag("max_num_queued_reqs", int, None, "prompts that may wait; more are answered 429. No limit if not given"),
+        Flag("max_num_queued_reqs", int, MAX_NUM_QUEUED_REQS, "prompts that may wait; more are answered 429"),
         Flag("scheduling_policy", str, "fcfs", "fcfs or priority"),
         Flag("async_scheduling", bool, None, "schedule a step while the one before runs; on a GPU if not given"),
         Flag("tensor_parallel_size", int, 1, "GPUs to split the model over"),

@@ -7,6 +7,7 @@ from paxpage.config import EngineConfig, require, require_int
 API_KEY_VARIABLE = "PAXPAGE_API_KEY"
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOG_FORMATS = ("text", "json")
+MAX_NUM_QUEUED_REQS = 4096
 SHUTDOWN_TIMEOUT_S = 4
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
 
@@ -23,7 +24,7 @@ class ServeOptions:
     chat_template: str | None
     tool_call_parser: str
     enable_auto_tool_choice: bool | None
-    max_num_queued_reqs: int | None
+    max_num_queued_reqs: int
     host: str
     port: int
     api_key: str | None
@@ -47,5 +48,4 @@ class ServeOptions:
         require(is_sendable, "api_key", "not shown", "printable ASCII characters, no space first or last, at least one")
         require_int("port", self.port, 0, 65535)
         require_int("shutdown_timeout", self.shutdown_timeout, 0, MAX_SHUTDOWN_TIMEOUT_S)
-        if self.max_num_queued_reqs is not None:
-            require_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        require_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)

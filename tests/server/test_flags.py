@@ -40,7 +40,7 @@ def test_no_flags_means_the_defaults() -> None:
         chat_template=None,
         tool_call_parser="auto",
         enable_auto_tool_choice=None,
-        max_num_queued_reqs=None,
+        max_num_queued_reqs=4096,
         host="127.0.0.1",
         port=8000,
         api_key=None,
