@@ -164,10 +164,10 @@ def expected_params(tensors: dict[str, np.ndarray], num_layers: int = SIZES["num
 
 def mapped_kib(path: str | Path) -> int:
     """Memory that the mapped pages of a file, or of a folder's files, take in this process; Linux only."""
-    total, is_inside = 0, False
+    name, total, is_inside = str(Path(path).resolve()), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Rss:") and is_inside:
             total += int(line.split()[1])
         elif "-" in line.split(" ", 1)[0]:  # a mapping's first line: addresses, ..., the file's path
-            is_inside = str(path) in line
+            is_inside = name in line
     return total
