@@ -83,7 +83,7 @@ def mosaic_candidates(geometry: Geometry, num_rows: int) -> Candidates:
         mosaic_decode.MosaicDecodeConfig(tile_keys, num_stages, num_splits)
         for tile_keys in (64, 128)
         for num_stages in (2, 3, 4)
-        for num_splits in (1, 2, 4, 8)
+        for num_splits in (1, 2, 4, mosaic_decode.PORTABLE_SPLITS)
     ]
 
     def decode(config: Any, row_order: jax.Array) -> Callable[..., jax.Array]:

@@ -39,7 +39,8 @@ def paged_attention(
     reason = unsupported(geometry)
     if reason is not None:
         raise ValueError(f"backend is 'mosaic': {reason}")
-    found, max_keys = tuned.find("mosaic_decode", geometry, num_rows), blocks_per_row * geometry.block_size
+    max_keys = blocks_per_row * geometry.block_size
+    found = tuned.find("mosaic_decode", geometry, num_rows, max_keys)
     config = MosaicDecodeConfig(**found) if found else decode_config(geometry, num_rows, max_keys)
     block_tables, seq_lens, query_start_loc = map(_materialised, (block_tables, seq_lens, query_start_loc))
     row_order = None if row_order is None else _materialised(row_order)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.paged_attention.config import Geometry, decode_queries
+from pallas_kernels.paged_attention.config import Geometry, decode_queries, most_splits
 from pallas_kernels.paged_attention.mosaic_common import Prefix, swizzled
 from pallas_kernels.paged_attention.mosaic_limits import unsupported
 from pallas_kernels.paged_attention.triton_common import LOG2_E, MASKED, Ref, Refs
@@ -61,8 +61,8 @@ def decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> MosaicDec
     rows: 130 us, 136 with three). Alone, or in several waves, programs want three (64 rows: 259 us, 281 with two).
     """
     num_programs = num_rows * geometry.num_kv_heads
-    most_splits = min(PORTABLE_SPLITS, NUM_MULTIPROCESSORS // num_programs, max_keys // (2 * TILE_KEYS))
-    num_splits = 1 << max(0, most_splits.bit_length() - 1)
+    most = min(PORTABLE_SPLITS, NUM_MULTIPROCESSORS // num_programs, most_splits(TILE_KEYS, max_keys))
+    num_splits = 1 << max(0, most.bit_length() - 1)
     is_in_pairs = 3 * NUM_MULTIPROCESSORS <= 2 * num_programs <= 4 * NUM_MULTIPROCESSORS
     ring_bytes = (64 if is_in_pairs else 96) * KIB
     stage_bytes = 2 * TILE_KEYS * geometry.head_dim * geometry.item_bytes

@@ -5,13 +5,11 @@ each writes its own rows' tokens. Both hold a tile of (query, head of a group) p
 keys, gathered through the block table, with the online softmax of FlashAttention (Dao et al., 2022) in base 2.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import tuned
-from pallas_kernels.paged_attention.config import DecodeConfig, Geometry, decode_config, most_splits, prefill_config
+from pallas_kernels.paged_attention.config import DecodeConfig, Geometry, decode_config, prefill_config
 from pallas_kernels.paged_attention.triton_common import Refs
 from pallas_kernels.paged_attention.triton_decode import decode
 from pallas_kernels.paged_attention.triton_prefill import prefill
@@ -35,19 +33,12 @@ def paged_attention(
     """See api.paged_attention. interpret: run on the CPU, for tests."""
     num_rows, blocks_per_row = block_tables.shape
     geometry = Geometry.of(q, k_cache)
-    config = _decode_config(geometry, num_rows, blocks_per_row * geometry.block_size)
+    max_keys = blocks_per_row * geometry.block_size
+    found = tuned.find("triton_decode", geometry, num_rows, max_keys)
+    config = DecodeConfig(**found) if found else decode_config(geometry, num_rows, max_keys)
     is_decode = q.shape[0] == num_rows
     arrays = Refs(jnp.reshape(layer, (1,)), block_tables, seq_lens, query_start_loc, q, k_cache, v_cache)
     if is_decode:
         return decode(arrays, None, geometry, config, scale, interpret)
     out = decode(arrays, jnp.zeros_like(q), geometry, config, scale, interpret)
     return prefill(arrays, out, geometry, prefill_config(geometry), scale, interpret)
-
-
-def _decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> DecodeConfig:
-    """As measured on this device with rows of up to 4096 keys; shorter ones are cut into fewer pieces."""
-    found = tuned.find("triton_decode", geometry, num_rows)
-    if found is None:
-        return decode_config(geometry, num_rows, max_keys)
-    config = DecodeConfig(**found)
-    return dataclasses.replace(config, num_splits=min(config.num_splits, most_splits(config.tile_keys, max_keys)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels.backends import device_kind
-from pallas_kernels.paged_attention.config import Geometry
+from pallas_kernels.paged_attention.config import Geometry, most_splits
 
 
 class Entry(NamedTuple):
@@ -26,9 +26,13 @@ class Entry(NamedTuple):
     us: float  # a call
 
 
-def find(kernel: str, geometry: Geometry, num_rows: int) -> dict[str, int] | None:
-    """choose() among the entries of the device at hand."""
-    return choose(table(device_kind()), kernel, geometry, num_rows)
+def find(kernel: str, geometry: Geometry, num_rows: int, max_keys: int) -> dict[str, int] | None:
+    """choose() among the entries of the device at hand; rows shorter than those measured are cut into fewer pieces."""
+    config = choose(table(device_kind()), kernel, geometry, num_rows)
+    if config is None:
+        return None
+    most = most_splits(config["tile_keys"], max_keys)
+    return config | {"num_splits": min(config["num_splits"], 1 << (most.bit_length() - 1))}  # clusters: powers of 2
 
 
 def choose(entries: Sequence[Entry], kernel: str, geometry: Geometry, num_rows: int) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import triton, tuned
+from pallas_kernels.paged_attention import tuned
 from pallas_kernels.paged_attention.api import _log_refusal, choose_backend
 from pallas_kernels.paged_attention.config import DecodeConfig, Geometry
 from tests.gpu_code.lowering import as_h200
@@ -75,7 +75,8 @@ def test_an_h200_has_tiles_that_were_measured_for_few_rows() -> None:
     assert few is not None and DecodeConfig(**few).num_splits == 4
     assert many is None  # there Mosaic decodes, and config.py decides
     with as_h200():
-        assert [triton._decode_config(LLAMA, 3, max_keys).num_splits for max_keys in (4096, 512, 64)] == [4, 2, 1]
+        found = [tuned.find("triton_decode", LLAMA, 3, max_keys) for max_keys in (4096, 800, 64)]
+    assert [config and config["num_splits"] for config in found] == [4, 2, 1]
 
 
 @pytest.mark.parametrize("other", [{"num_heads": 24}, {"head_dim": 64}, {"dtype": "float16"}])
