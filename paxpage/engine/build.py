@@ -189,15 +189,13 @@ def _num_blocks(
     set_aside: int,
     coming_bytes: int = 0,
 ) -> int:
-    """As chosen, or as many as fit beside what is in use, set aside and coming. ValueError if requests do not fit."""
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, plan.cache_dtype)
-        most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
-        share = config.gpu_memory_utilization
-        num_blocks = memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
-    _fit(config, limits, num_blocks)
-    return num_blocks
+    """As chosen, or as many as fit beside what is in use, set aside and coming."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    bytes_per_block = kv_cache.bytes_per_block(served.spec, config.block_size, plan.cache_dtype)
+    most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
+    share = config.gpu_memory_utilization
+    return memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
 
 
 def _begin_early(
