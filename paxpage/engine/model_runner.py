@@ -35,7 +35,7 @@ SAMPLER_VARIANTS = {"cpu": (True,), "gpu": (False, True)}
 # request. On a GPU all are: compiling times kernels there, which wants a quiet device.
 STARTS_WITH_LARGEST = {"cpu": True, "gpu": False}
 # Threads that compile. On a GPU they wait for their turn to time kernels, and one that has to wait for a thread, too,
-# ends last: the four steps that came last of 24 took 20 s more than the others (BUILD_NOTES.md, 2026-11-30).
+# ends last: the four steps that came last of 24 ended 15 s after the others (BUILD_NOTES.md, 2026-11-30).
 THREADS_PER_CORE = {"cpu": 1, "gpu": 2}
 # How often each step runs on padding before the first request: what a device does when a program runs first, such as
 # loading kernels and making a graph of them, is then over. A CPU has nothing of the kind to do.

@@ -22,8 +22,8 @@ from paxpage.models.registry import Params, merge
 # cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
-# axis whose sum is a kernel of its own, are no faster than cuBLAS, or slower (BUILD_NOTES.md, 2026-11-30: 2 to 6% of a
-# step from 128 tokens on), and take longer to compile.
+# axis whose sum is a kernel of its own, are at best as fast as cuBLAS to 1%, from 128 tokens on slower (BUILD_NOTES.md,
+# 2026-11-30: 2 to 6% of a step), and take longer to compile.
 CUBLAS_FROM = 64
 # Of mixed steps XLA is to make no CUDA graph. Their arrays lie elsewhere each time, and patching a graph takes the host
 # longer than launching its kernels one by one, which goes on while the first ones run (BUILD_NOTES.md, 2026-11-30).
