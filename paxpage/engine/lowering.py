@@ -189,6 +189,8 @@ class LoweringPool:
             while True:
                 self._idle.get_nowait()
         self._idle.put(None)
+        for process in ended:  # all at once: giving its memory back takes each a fifth of a second
+            process.kill()
         for process in ended:
             _end(process)
 

@@ -20,11 +20,14 @@ from paxpage.models.registry import Params, merge
 
 # XLA counts the donated cache once for each kernel that updates it, thinks that memory is short, and would compute
 # cheap things again in every layer to save it (395 kernels become 429 in a decode step of 32 layers).
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+COMPILER_OPTIONS: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
 # From some tens of tokens on XLA's own ways with a matrix product, Triton kernels and products split along the inner
 # axis whose sum is a kernel of its own, are at best as fast as cuBLAS to 1%, from 128 tokens on slower (BUILD_NOTES.md,
 # 2026-11-30: 2 to 6% of a step), and take longer to compile.
 CUBLAS_FROM = 64
+# XLA times cuBLAS's algorithms as before, but does not compare what they give with each other (that is level 4), which
+# took half of a cold start of 1B (BUILD_NOTES.md, 2026-11-30). Triton's, which it compiles itself, it still compares.
+CUBLAS_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 3}
 # Of mixed steps XLA is to make no CUDA graph. Their arrays lie elsewhere each time, and patching a graph takes the host
 # longer than launching its kernels one by one, which goes on while the first ones run (BUILD_NOTES.md, 2026-11-30).
 WITHOUT_GRAPH = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
@@ -242,10 +245,8 @@ def vocab_size_of(graphdef: nnx.GraphDef, params: Params, cache: KVCache, shape:
 
 def compiler_options(shape: StepShape) -> dict[str, Any]:
     """What XLA is told about a step."""
-    options: dict[str, Any] = COMPILER_OPTIONS | ({} if shape.is_decode else WITHOUT_GRAPH)
-    if shape.num_tokens >= CUBLAS_FROM:
-        options["xla_gpu_enable_triton_gemm"] = False
-    return options
+    by_size = CUBLAS_OPTIONS if shape.num_tokens >= CUBLAS_FROM else {}
+    return COMPILER_OPTIONS | by_size | ({} if shape.is_decode else WITHOUT_GRAPH)
 
 
 def copy_blocks(cache: KVCache, pairs: Int[Array, "2 num_copies"]) -> KVCache:

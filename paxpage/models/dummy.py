@@ -1,6 +1,7 @@
 """Random weights, made on the device: for measuring speed without a checkpoint."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,28 @@ MAX_UINT32 = 2**32 - 1
 def dummy_params(abstract: Params, seed: int) -> Params:
     """Normal weights of standard deviation 0.02, norms one, in the shapes and dtypes of abstract. seed: 0 to 2**63 - 1.
 
-    The same seed gives the same params. One function is compiled per shape, not per tensor.
+    The same seed gives the same params. One function is compiled per shape, not per tensor, and all of them at once.
     """
     key = jax.random.fold_in(jax.random.key(seed & MAX_UINT32), seed >> 32)
     flat = flatten(abstract)
-    return unflatten({path: _fill(path, leaf, key, index) for index, (path, leaf) in enumerate(flat.items())})
+    kinds = dict.fromkeys(_kind(leaf) for path, leaf in flat.items() if not is_norm(path))
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda kind: _normal.lower(key, 0, *kind).compile(), kinds)
+        normals = dict(zip(kinds, compiled, strict=True))
+    params = {
+        path: jnp.ones(leaf.shape, leaf.dtype) if is_norm(path) else normals[_kind(leaf)](key, index)
+        for index, (path, leaf) in enumerate(flat.items())
+    }
+    return unflatten(params)
 
 
-def _fill(path: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> jax.Array:
-    if path.endswith("norm.weight"):
-        return jnp.ones(leaf.shape, leaf.dtype)
-    return _normal(key, index, leaf.shape, leaf.dtype.name)
+def is_norm(path: str) -> bool:
+    """Whether a norm's weight is at this path."""
+    return path.endswith("norm.weight")
+
+
+def _kind(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], str]:
+    return leaf.shape, leaf.dtype.name
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
