@@ -27,9 +27,9 @@ LOG_SUM_ROWS = 64  # copies of a vector, for want of a layout of vectors that go
 MAX_SPLITS = 16  # the largest cluster of a Hopper GPU
 PORTABLE_SPLITS = 8  # larger clusters do not all run at once
 MAX_COLUMNS = 32  # more of them would spill registers
-TILE_KEYS = 64
 NUM_MULTIPROCESSORS = 132
 KIB = 1024
+TILE_BYTES = 16 * KIB  # of keys: of heads of 64, tiles of 128 keys instead of 64 take up to a third less time
 SHARED_BYTES = 227 * KIB  # of a multiprocessor, and the most that one program may have
 FLOAT32_BYTES = 4
 RESERVED_BYTES = 5 * KIB  # of a program: barriers, alignment, room to reduce over warps
@@ -54,19 +54,20 @@ class MosaicDecodeConfig:
 
 
 def decode_config(geometry: Geometry, num_rows: int, max_keys: int) -> MosaicDecodeConfig:
-    """As measured on an H200 with 8 key heads of 128 (BUILD_NOTES.md, 2026-11-30).
+    """As measured on an H200 with 8 key heads of 128, tiles with heads of 64 too (BUILD_NOTES.md, 2026-11-30).
 
     Few programs are split until there is one for each multiprocessor (8 rows of 4096 keys: 39 us in two splits; one
     row: 14 us in 8 splits, 19 in 16). Where all multiprocessors hold two programs at once, two stages are best (32
     rows: 130 us, 136 with three). Alone, or in several waves, programs want three (64 rows: 259 us, 281 with two).
     """
     num_programs = num_rows * geometry.num_kv_heads
-    most = min(PORTABLE_SPLITS, NUM_MULTIPROCESSORS // num_programs, most_splits(TILE_KEYS, max_keys))
+    key_bytes = geometry.head_dim * geometry.item_bytes
+    tile_keys = TILE_BYTES // key_bytes
+    most = min(PORTABLE_SPLITS, NUM_MULTIPROCESSORS // num_programs, most_splits(tile_keys, max_keys))
     num_splits = 1 << max(0, most.bit_length() - 1)
     is_in_pairs = 3 * NUM_MULTIPROCESSORS <= 2 * num_programs <= 4 * NUM_MULTIPROCESSORS
     ring_bytes = (64 if is_in_pairs else 96) * KIB
-    stage_bytes = 2 * TILE_KEYS * geometry.head_dim * geometry.item_bytes
-    return MosaicDecodeConfig(TILE_KEYS, max(2, ring_bytes // stage_bytes), num_splits)
+    return MosaicDecodeConfig(tile_keys, max(2, ring_bytes // (2 * TILE_BYTES)), num_splits)
 
 
 class Plan(NamedTuple):
@@ -582,6 +583,6 @@ def _merged(plan: Plan, scratch: Scratch) -> Float[Array, "head_dim num_columns"
 
 def padded_heads(geometry: Geometry, *, has_starts: bool) -> int:
     """Heads of Prefix's arrays: as many as let a program load its columns wherever its own heads stand."""
-    plan = Plan(geometry, MosaicDecodeConfig(TILE_KEYS, 2, 1), 1.0, has_starts)
+    plan = Plan(geometry, decode_config(geometry, 1, 1), 1.0, has_starts)
     last_window = (geometry.num_heads - geometry.group) // ALIGNED_HEADS
     return last_window * ALIGNED_HEADS + plan.num_columns

@@ -138,10 +138,10 @@ def test_splits_are_refused_where_they_cannot_be_interpreted() -> None:
     [(1, 8, 3), (3, 4, 3), (8, 2, 3), (16, 1, 3), (25, 1, 2), (33, 1, 2), (34, 1, 3), (256, 1, 3)],
 )
 def test_rows_are_split_while_there_are_too_few(num_rows: int, num_splits: int, num_stages: int) -> None:
-    """8 key heads of 128; heads of half the size are loaded twice as many at a time."""
-    for head_dim, factor in ((128, 1), (64, 2)):
+    """8 key heads of 128; of heads of half the size a tile has twice as many keys."""
+    for head_dim, tile_keys in ((128, 64), (64, 128)):
         geometry = Geometry(32, 8, head_dim, 16, "bfloat16", "bfloat16")
-        assert decode_config(geometry, num_rows, 4096) == MosaicDecodeConfig(64, num_stages * factor, num_splits)
+        assert decode_config(geometry, num_rows, 4096) == MosaicDecodeConfig(tile_keys, num_stages, num_splits)
         assert decode_config(geometry, num_rows, 128).num_splits == 1
 
 
