@@ -89,6 +89,9 @@ def build_engine(
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
         num_blocks = _num_blocks(config, limits, served, plan, set_aside)
+        if early is not None and not is_as_expected(early.num_blocks, num_blocks):
+            early.wait_for_begun()  # before what they hold meanwhile is taken for memory that is gone
+            num_blocks = _num_blocks(config, limits, served, plan, set_aside)
         runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)

@@ -226,6 +226,10 @@ class ModelRunner:
         jobs = self._usual_jobs()
         self._compiled.begin({key: jobs[key] for key in jobs if not isinstance(key, StepShape)})
 
+    def wait_for_begun(self) -> None:
+        """Until begin_warm_up()'s programs are there: compiling may take device memory. warm_up() raises what fails."""
+        self._compiled.wait()
+
     def warm_up(self, *, show_progress: bool) -> None:
         """Compiles what answers any request that asks for nothing rare."""
         jobs = self._usual_jobs()
@@ -439,7 +443,8 @@ class ModelRunner:
 
     def _compile_with(self, name: str, function: Callable[..., Any], *likes: Any) -> jax.stages.Compiled:
         """name: with the shapes of likes, all that function depends on."""
-        return self.compiler.program(Program(name, likes, lambda: jax.jit(function).lower(*likes), {}))
+        program = Program(name, likes, lambda: jax.jit(function).lower(*likes), step.UNTIMED_OPTIONS)
+        return self.compiler.program(program)
 
     def _compile_mask(self, num_rows: int) -> jax.stages.Compiled:
         logits = jax.ShapeDtypeStruct((num_rows, self.vocab_size), jnp.float32)

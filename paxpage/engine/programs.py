@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -63,6 +63,10 @@ class Programs(dict[Any, jax.stages.Compiled]):
     def begin(self, jobs: Jobs) -> None:
         """Has these compiled ahead of compile(), which waits for them too; does not wait."""
         self._submit(jobs, self._num_threads)
+
+    def wait(self) -> None:
+        """Until everything that was submitted is compiled, or could not be."""
+        wait([job.future for job in list(self._jobs.values())])
 
     def compile(self, jobs: Jobs, *, show_progress: bool) -> None:
         """Compiles several at a time (XLA does it outside Python's lock) and waits for all, with a bar on stderr.

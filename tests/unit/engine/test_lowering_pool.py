@@ -301,6 +301,29 @@ def test_an_engine_whose_steps_other_processes_lower(
     assert [pool._processes for pool in pools] == [[]]
 
 
+def test_memory_that_compiling_holds_for_a_while_is_there_again(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that finds less free than it expected looks again once nothing else compiles, before it lowers anew."""
+    found, has_waited = iter([40, 32, 40]), []
+    wait = Programs.wait
+
+    def wait_and_say(self: Programs) -> None:
+        wait(self)
+        has_waited.append(not self._jobs or all(job.future.done() for job in self._jobs.values()))
+
+    monkeypatch.setattr(executables, "source_digest", lambda: "these")
+    monkeypatch.setattr(executables, "open_pool", lambda config, dtype: LoweringPool(config, dtype, 1))
+    monkeypatch.setattr(build, "_num_blocks", lambda *_: next(found))
+    monkeypatch.setattr(Programs, "wait", wait_and_say)
+    caplog.set_level("INFO", build.__name__)
+    with LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir="", show_progress=False) as llm:
+        assert llm.engine.runner.num_blocks == 40
+    assert has_waited == [True] and next(found, None) is None
+    lines = [record.getMessage() for record in caplog.records if record.name == build.__name__]
+    assert lines and not any("lowered again" in line for line in lines)
+
+
 def test_what_was_begun_early_ends_with_a_start_that_fails(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

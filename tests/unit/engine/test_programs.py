@@ -83,6 +83,16 @@ def test_what_was_begun_early_is_waited_for_and_compiled_once(gate: Gate) -> Non
     assert programs.ended.result(TIMEOUT_S) is None
 
 
+def test_what_was_begun_is_waited_for_though_it_fails(gate: Gate) -> None:
+    programs = Programs()
+    programs.begin(gate.jobs("early") | {"failing": fail})
+    threading.Timer(0.2, gate.opened.set).start()
+    programs.wait()
+    assert programs.has("early") and programs.has("failing")
+    with pytest.raises(RuntimeError, match="injected"):
+        programs.compile({}, show_progress=False)
+
+
 def test_what_fails_early_is_said_when_it_is_waited_for() -> None:
     programs = Programs()
     programs.begin({"early": fail})
