@@ -21,7 +21,8 @@ from paxpage.server.metrics import Metrics, StepStats
 from paxpage.server.turns import Turns
 
 LOGGER = logging.getLogger(__name__)
-NUM_PREPARE_THREADS = 2  # one very long text does not hold up the others
+NUM_PREPARE_THREADS = 2
+LONG_BODY_BYTES = 2**16  # take a fifth of a second to tokenise
 RETRY_AFTER_S = 1
 
 
@@ -42,7 +43,7 @@ class Prepared(Protocol):
 class StepEngine(Protocol):
     """What the server needs of an engine; paxpage.engine.engine.Engine says what each method does.
 
-    prepare may be called from any thread. Everything else is called from one thread only.
+    prepare and check_text may be called from any thread. Everything else is called from one thread only.
     """
 
     def prepare(
@@ -55,6 +56,9 @@ class StepEngine(Protocol):
         cache_salt: str | None = None,
     ) -> Prepared:
         """Checks and tokenises a request."""
+
+    def check_text(self, text: str) -> None:
+        """Refuses a text that is certainly too long for the model; any thread may call it."""
 
     def submit(self, prepared: Any) -> None:
         """Puts a prepared request in the queue."""
@@ -298,6 +302,7 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}
         self._thread = EngineThread(engine, metrics, self._post_events, self._post_death)
         self._workers = concurrent.futures.ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
+        self._long_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="prepare-long")
 
     @property
     def has_open_streams(self) -> bool:
@@ -309,9 +314,14 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def prepare[ResultT](self, work: Callable[[], ResultT]) -> ResultT:
-        """Runs work (checking and tokenising) on a worker thread."""
-        return await self._loop.run_in_executor(self._workers, work)
+    async def prepare[ResultT](self, work: Callable[[], ResultT], num_bytes: int) -> ResultT:
+        """Runs work (checking and tokenising) on a worker thread.
+
+        num_bytes: of the request's body. Long ones take turns on a thread of their own: they may take a minute each,
+        and gigabytes, and hold up only each other.
+        """
+        worker = self._long_worker if num_bytes > LONG_BODY_BYTES else self._workers
+        return await self._loop.run_in_executor(worker, work)
 
     async def call[ResultT](self, work: Callable[[Any], ResultT]) -> ResultT:
         """Runs work with the engine on its thread, between two steps; to be short. ApiError 503 as for open()."""
@@ -362,7 +372,8 @@ class AsyncEngine:
 
     async def stop(self, timeout_s: float) -> bool:
         """Ends the threads; False if the engine is still in a step after timeout_s."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._long_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
         self._thread.send(Stop())
         return await asyncio.to_thread(self._thread.join, timeout_s)
 
