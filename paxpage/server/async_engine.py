@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,9 @@ from paxpage.server.metrics import Metrics, StepStats
 from paxpage.server.turns import Turns
 
 LOGGER = logging.getLogger(__name__)
-NUM_PREPARE_THREADS = 2
-LONG_BODY_BYTES = 2**16  # take a fifth of a second to tokenise
+# Threads for bodies of up to so many bytes, which take 0.2 s, 3 s and the rest of a minute to tokenise, and up to
+# gigabytes: those of a size hold up each other, and no shorter ones.
+PREPARE_THREADS = {2**16: 2, 2**20: 1, sys.maxsize: 1}
 RETRY_AFTER_S = 1
 
 
@@ -301,8 +303,10 @@ class AsyncEngine:
         self._is_closing = False
         self._streams: dict[str, OutputStream] = {}
         self._thread = EngineThread(engine, metrics, self._post_events, self._post_death)
-        self._workers = concurrent.futures.ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
-        self._long_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="prepare-long")
+        self._workers = {
+            most_bytes: concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="prepare")
+            for most_bytes, num_threads in PREPARE_THREADS.items()
+        }
 
     @property
     def has_open_streams(self) -> bool:
@@ -315,13 +319,9 @@ class AsyncEngine:
         self._thread.start()
 
     async def prepare[ResultT](self, work: Callable[[], ResultT], num_bytes: int) -> ResultT:
-        """Runs work (checking and tokenising) on a worker thread.
-
-        num_bytes: of the request's body. Long ones take turns on a thread of their own: they may take a minute each,
-        and gigabytes, and hold up only each other.
-        """
-        worker = self._long_worker if num_bytes > LONG_BODY_BYTES else self._workers
-        return await self._loop.run_in_executor(worker, work)
+        """Runs work (checking and tokenising) on a worker thread for its size: num_bytes, of the request's body."""
+        workers = next(pool for most_bytes, pool in self._workers.items() if num_bytes <= most_bytes)
+        return await self._loop.run_in_executor(workers, work)
 
     async def call[ResultT](self, work: Callable[[Any], ResultT]) -> ResultT:
         """Runs work with the engine on its thread, between two steps; to be short. ApiError 503 as for open()."""
@@ -372,7 +372,7 @@ class AsyncEngine:
 
     async def stop(self, timeout_s: float) -> bool:
         """Ends the threads; False if the engine is still in a step after timeout_s."""
-        for workers in (self._workers, self._long_worker):
+        for workers in self._workers.values():
             workers.shutdown(wait=False, cancel_futures=True)
         self._thread.send(Stop())
         return await asyncio.to_thread(self._thread.join, timeout_s)

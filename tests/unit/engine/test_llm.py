@@ -65,6 +65,20 @@ def test_a_text_may_be_given_in_every_form(text_llm: LLM) -> None:
     assert [output[0].prompt for output in outputs] == [text] * 4 + [None] * 2
 
 
+def test_a_text_that_is_too_long_whatever_its_tokens_are(text_llm: LLM) -> None:
+    """Said before it is tokenised; one that may fit is counted."""
+    most = " remember" * 254  # a token each, which no other is longer than, and a BOS
+    (output,) = text_llm.generate(most, greedy_params(1), use_tqdm=False)
+    assert len(output.prompt_token_ids) == 255
+    allowed = r"allowed: at most 255 tokens \(max_model_len 256"
+    with pytest.raises(ValueError, match=rf"prompt length is 256; {allowed}"):
+        text_llm.generate(f"{most} remember", GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"prompt length is at least 256; {allowed}"):
+        text_llm.generate(f"{most} remember" + "x", GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"prompt length is at least 2222\d\d; {allowed}"):
+        text_llm.chat([{"role": "user", "content": "x" * 2_000_000}], GREEDY, use_tqdm=False)
+
+
 def test_the_text_is_that_of_the_tokens(text_llm: LLM) -> None:
     (output,) = text_llm.generate("Whoever comes", greedy_params(20), use_tqdm=False)
     decoded = text_llm.engine.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
