@@ -226,11 +226,11 @@ class ModelRunner:
         jobs = self._usual_jobs()
         self._compiled.begin({key: jobs[key] for key in jobs if not isinstance(key, StepShape)})
 
-    def warm_up(self, *, show_progress: bool) -> None:
-        """Compiles what answers any request that asks for nothing rare."""
+    def warm_up(self, *, show_progress: bool, go_on: Callable[[], None] = lambda: None) -> None:
+        """Compiles what answers any request that asks for nothing rare. go_on: as for Programs.compile."""
         jobs = self._usual_jobs()
         first = {key: jobs[key] for key in jobs if self._is_first(key)}
-        self._compiled.compile(first, show_progress=show_progress)
+        self._compiled.compile(first, show_progress=show_progress, go_on=go_on)
 
     def rehearse(self) -> None:
         """Runs every step that is compiled on padding: first requests then do not wait for what only a first run does.
