@@ -1,7 +1,7 @@
 """Text and conversations -> token ids. The same two functions serve the offline engine and the server."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paxpage.config import require, require_unicode
@@ -42,6 +42,7 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    check_text: Callable[[str], None] | None = None,
 ) -> list[int]:
     """Token ids of a conversation: those of transformers' apply_chat_template(tokenize=True), nothing added.
 
@@ -50,8 +51,9 @@ def render_chat(
     assistant's message begun after it; with continue_final_message (and add_generation_prompt False) that last message
     is left open and continued. chat_template replaces the tokenizer's own. tools: descriptions of functions, in
     OpenAI's form, that the template may show to the model. An assistant's message with tool_calls may have no content;
-    arguments that are JSON in a string reach the template as what they mean. Raises ValueError for messages of another
-    form, no template, and whatever the template itself refuses.
+    arguments that are JSON in a string reach the template as what they mean. check_text: called with what the template
+    makes of them, before that is tokenised. Raises ValueError for messages of another form, no template, and whatever
+    the template itself or check_text refuses.
     """
     require(bool(messages) and not isinstance(messages, str), "messages", messages, "a list of at least one message")
     both = "False when continue_final_message is True"
@@ -60,10 +62,9 @@ def render_chat(
     require(has_template, "chat_template", None, "a Jinja template, since the model's tokenizer has none of its own")
     conversation = [_flatten(index, message) for index, message in enumerate(messages)]
     try:
-        encoded = tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
@@ -71,7 +72,9 @@ def render_chat(
         )
     except Exception as error:  # a template is a program: it fails in any way, and always over these messages
         raise ValueError(f"messages do not fit the chat template: {error}") from error
-    return list(encoded)
+    if check_text is not None:
+        check_text(text)
+    return encode_plain(tokenizer, "messages", text)
 
 
 def _flatten(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ ZONES = {
         ("config",),
         ("numpy",),
     ),
-    "prompts": Zone(("paxpage.prompts",), ("config",), None),
+    "prompts": Zone(("paxpage.prompts", "paxpage.text_bound"), ("config",), None),
     "models": Zone(("paxpage.models.*",), ("config", "kernels"), None),
     "batch": Zone(_in_engine("batch", "sharing"), ("config", "host", "device", "kernels"), None),
     "device": Zone(

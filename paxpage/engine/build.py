@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from paxpage.engine.executables import Compiler, open_compiler
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
-from paxpage.engine.served_model import Loaded, Model, ServedModel, describe
+from paxpage.engine.served_model import Loaded, Model, ServedModel, describe, raise_if_failed
 from paxpage.models import registry
 from paxpage.models.loading import LoadOptions
 from paxpage.models.registry import Params
@@ -66,26 +67,24 @@ def build_engine(
 
     model: a path or hub name; a ModelConfig (with params); or an NNX module that meets models.protocol. params: a
     pytree in the layout of registry.abstract_params, used without a copy in place of the checkpoint's. tokenizer: a
-    path, or a transformers tokenizer. Everything a user may have got wrong raises ValueError, before compiling.
+    path, or a transformers tokenizer. Everything a user may have got wrong raises ValueError before compiling; but what
+    only reading a tokenizer shows does so when that, and reading the weights, have begun: it soon ends them.
     """
     use_persistent_cache(config.compilation_cache_dir)
-    options = options or LoadOptions()
-    options = dataclasses.replace(
-        options, dtype=config.dtype, load_format=config.load_format, seed=config.seed, show_progress=show_progress
-    )
-    served = describe(model, params, tokenizer, options)
+    served = describe(model, params, tokenizer, _options(config, options or LoadOptions(), show_progress))
     served = served if served_model_name is None else served._replace(name=served_model_name)
     limits = _limits(config, served)
     plan = _plan(config, limits, served)
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
-    with ThreadPoolExecutor(2) as pool, contextlib.closing(compiler), contextlib.ExitStack() as if_it_fails:
+    with ThreadPoolExecutor(3) as pool, contextlib.closing(compiler), contextlib.ExitStack() as if_it_fails:
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
         early: ModelRunner | None = None
         if compiler.pool is not None:
             coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
             expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
             early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan, if_it_fails)
-        loading = pool.submit(served.load)
+        loading_tokenizer = pool.submit(served.loader.load_tokenizer)
+        loading = pool.submit(served.loader.load, loading_tokenizer)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
         num_blocks = _num_blocks(config, limits, served, plan, set_aside)
@@ -95,7 +94,7 @@ def build_engine(
         runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
-        runner.warm_up(show_progress=show_progress)
+        runner.warm_up(show_progress=show_progress, go_on=functools.partial(raise_if_failed, loading_tokenizer))
         allocating.result()
         runner.set_params(loading.result().params)
         _check_temporaries(runner, set_aside)
@@ -105,6 +104,12 @@ def build_engine(
     runner.warm_up_behind()
     logger.info(start_up_line(engine))
     return engine
+
+
+def _options(config: EngineConfig, options: LoadOptions, show_progress: bool) -> LoadOptions:
+    return dataclasses.replace(
+        options, dtype=config.dtype, load_format=config.load_format, seed=config.seed, show_progress=show_progress
+    )
 
 
 def _make_engine(
@@ -143,26 +148,36 @@ def _limits(config: EngineConfig, served: ServedModel) -> SchedulerConfig:
     is_within = config.max_model_len is None or config.max_model_len <= longest
     require(is_within, "max_model_len", config.max_model_len, f"at most the model's own {longest}")
     max_num_seqs = config.max_num_seqs or num_seqs
-    return SchedulerConfig(
+    limits = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(num_tokens, max_num_seqs),
         max_model_len=config.max_model_len or longest,
         policy=config.scheduling_policy,
         num_tokens_beside_decodes=config.num_tokens_beside_decodes,
     )
+    if config.num_blocks is not None:
+        _check_fit(config, limits, config.num_blocks)
+    return limits
 
 
 def _platform() -> str:
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
+def _check_fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> tuple[int, str]:
+    """How many tokens the pool holds, also in words. ValueError for a max_model_len that was chosen and is longer."""
+    capacity = (num_blocks - 1) * config.block_size
+    where = f"{num_blocks - 1} usable blocks of {config.block_size} tokens hold {capacity}"
+    is_possible = config.max_model_len is None or limits.max_model_len <= capacity
+    require(is_possible, "max_model_len", config.max_model_len, f"at most {capacity}: {where}")
+    return capacity, where
+
+
 def _fit(config: EngineConfig, limits: SchedulerConfig, num_blocks: int) -> SchedulerConfig:
     """max_model_len no longer than the pool: one request can then always run."""
-    capacity = (num_blocks - 1) * config.block_size
+    capacity, where = _check_fit(config, limits, num_blocks)
     if limits.max_model_len <= capacity:
         return limits
-    where = f"{num_blocks - 1} usable blocks of {config.block_size} tokens hold {capacity}"
-    require(config.max_model_len is None, "max_model_len", config.max_model_len, f"at most {capacity}: {where}")
     logger.warning("max_model_len is lowered from %d to %d: %s", limits.max_model_len, capacity, where)
     return dataclasses.replace(limits, max_model_len=capacity)
 

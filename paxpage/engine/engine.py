@@ -4,6 +4,7 @@
 tokens in, and each request's new text goes out.
 """
 
+import functools
 import logging
 import time
 from array import array
@@ -37,6 +38,7 @@ from paxpage.outputs import (
     TokenLogprobs,
 )
 from paxpage.prompts import encode_text
+from paxpage.text_bound import TextBound, text_bound
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +236,18 @@ class Engine:
             request_id, text, token_ids, params, max_tokens, priority, is_streamed, arrival_time_s, digests, grammar
         )
 
+    def check_text(self, text: str) -> None:
+        """Raises ValueError for a text that is too long for the model whatever its tokens are; any thread may call it.
+
+        It takes no time, as tokenising does. A text that passes may be found too long when its tokens are counted.
+        """
+        most, allowed = self._longest_prompt
+        if len(text) <= most or self._text_bound is None:
+            return
+        fewest = self._text_bound.fewest_tokens(text)
+        if fewest > most:
+            raise ValueError(f"prompt length is at least {fewest}; allowed: {allowed}")
+
     def submit(self, prepared: PreparedRequest) -> None:
         """Queues a prepared request. ValueError if its id is in use."""
         is_new = prepared.request_id not in self._groups
@@ -341,8 +355,19 @@ class Engine:
         content = _prompt_content(prompt)
         if isinstance(content, str):
             require(self.tokenizer is not None, "prompt", content[:40], "token ids only: this model has no tokenizer")
+            self.check_text(content)
             return content, encode_text(self.tokenizer, content)
         return None, list(content)
+
+    @functools.cached_property
+    def _text_bound(self) -> TextBound | None:
+        return None if self.tokenizer is None else text_bound(self.tokenizer)
+
+    @property
+    def _longest_prompt(self) -> tuple[int, str]:
+        """In tokens, and in words."""
+        most = self.max_model_len - 1
+        return most, f"at most {most} tokens (max_model_len {self.max_model_len}, less one to generate)"
 
     def _digests(self, token_ids: list[int], salt: Any, is_hashed_now: bool) -> PromptDigests:
         require(salt is None or isinstance(salt, str), "cache_salt", salt, "a string, or None")
@@ -355,8 +380,7 @@ class Engine:
         if not _are_ids(token_ids, self.vocab_size):
             wrong = next(token_id for token_id in token_ids if not _are_ids([token_id], self.vocab_size))
             require(False, "prompt token id", wrong, f"integers from 0 to {self.vocab_size - 1}")
-        most = self.max_model_len - 1
-        allowed = f"at most {most} tokens (max_model_len {self.max_model_len}, less one to generate)"
+        most, allowed = self._longest_prompt
         require(len(token_ids) <= most, "prompt length", len(token_ids), allowed)
 
     def _make_sample(self, group: Group, index: int) -> Sample:

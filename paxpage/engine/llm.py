@@ -139,6 +139,7 @@ class LLM:
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
                     tools=tools,
+                    check_text=self.engine.check_text,
                 )
             }
             for conversation in conversations

@@ -230,11 +230,11 @@ class ModelRunner:
         """Until begin_warm_up()'s programs are there: compiling may take device memory. warm_up() raises what fails."""
         self._compiled.wait()
 
-    def warm_up(self, *, show_progress: bool) -> None:
-        """Compiles what answers any request that asks for nothing rare."""
+    def warm_up(self, *, show_progress: bool, go_on: Callable[[], None] = lambda: None) -> None:
+        """Compiles what answers any request that asks for nothing rare. go_on: as for Programs.compile."""
         jobs = self._usual_jobs()
         first = {key: jobs[key] for key in jobs if self._is_first(key)}
-        self._compiled.compile(first, show_progress=show_progress)
+        self._compiled.compile(first, show_progress=show_progress, go_on=go_on)
 
     def rehearse(self) -> None:
         """Runs every step that is compiled on padding: first requests then do not wait for what only a first run does.

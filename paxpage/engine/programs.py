@@ -68,16 +68,18 @@ class Programs(dict[Any, jax.stages.Compiled]):
         """Until everything that was submitted is compiled, or could not be."""
         wait([job.future for job in list(self._jobs.values())])
 
-    def compile(self, jobs: Jobs, *, show_progress: bool) -> None:
+    def compile(self, jobs: Jobs, *, show_progress: bool, go_on: Callable[[], None] = lambda: None) -> None:
         """Compiles several at a time (XLA does it outside Python's lock) and waits for all, with a bar on stderr.
 
-        Raises what compiling one of them raised; then no other is begun.
+        go_on is called before the wait for each. Raises what that, or compiling one of them, raised; then no other is
+        begun.
         """
         begun = list(self._jobs.values())
         missing = {key: jobs[key] for key in jobs if key not in self._jobs}
         submitted = begun + self._submit(missing, self._num_threads)
         try:
             for job in tqdm(submitted, desc="compiling", unit="step", disable=not show_progress):
+                go_on()
                 self._take(job)
         except BaseException:
             self.close()

@@ -1,8 +1,9 @@
 """A model to be served, described before it is loaded: a folder, a config with params, or a researcher's own module."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +32,15 @@ class Loaded(NamedTuple):
     generation: GenerationDefaults
 
 
+class Loader(NamedTuple):
+    """Functions that bring what takes time, to run side by side."""
+
+    load_tokenizer: Callable[[], Any]  # a transformers tokenizer, or None: seconds of imports and parsing
+    load: Callable[[Future[Any]], Loaded]  # given what load_tokenizer will give; soon at its end if that fails
+
+
 class ServedModel(NamedTuple):
-    """All that compiling takes, and a function that brings the rest."""
+    """All that compiling takes, and functions that bring the rest."""
 
     name: str
     graphdef: nnx.GraphDef
@@ -42,7 +50,7 @@ class ServedModel(NamedTuple):
     max_position_embeddings: int
     vocab_size: int | None  # None: to be found by tracing the model
     num_heads: int | None  # of queries; None: not known
-    load: Callable[[], Loaded]
+    loader: Loader
     config: ModelConfig | None = None  # None: a module of the user's own
 
 
@@ -54,8 +62,7 @@ def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadO
     if isinstance(model, ModelConfig):
         require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
         assert params is not None
-        loaded = Loaded(params, tokenizer, GenerationDefaults())
-        return _from_config("model", model, _dtype_of(params), params, lambda: loaded)
+        return _from_config("model", model, _dtype_of(params), params, _loader_of(params, tokenizer))
     return _from_files(model, params, tokenizer, options)
 
 
@@ -64,26 +71,39 @@ def _from_files(model: str, params: Params | None, tokenizer: Any, options: Load
         options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
     source = open_model(model, options)
     dtype = source.dtype if params is None else _dtype_of(params)
-    return _from_config(source.name, source.config, dtype, params, lambda: _load(source, params, tokenizer))
+    loader = Loader(
+        lambda: load_tokenizer(source) if tokenizer is None else tokenizer,
+        lambda loading_tokenizer: _load(source, params, loading_tokenizer),
+    )
+    return _from_config(source.name, source.config, dtype, params, loader)
 
 
-def _load(source: ModelSource, params: Params | None, tokenizer: Any) -> Loaded:
-    with ThreadPoolExecutor(1) as pool:  # a tokenizer is seconds of imports and parsing: beside the weights
-        loading = pool.submit(load_tokenizer, source) if tokenizer is None else None
-        params = load_params(source) if params is None else params
-        tokenizer = tokenizer if loading is None else loading.result()
+def _load(source: ModelSource, params: Params | None, loading_tokenizer: Future[Any]) -> Loaded:
+    go_on = functools.partial(raise_if_failed, loading_tokenizer)
+    params = load_params(source, go_on) if params is None else params
+    tokenizer = loading_tokenizer.result()
     return Loaded(params, tokenizer, with_tokenizer(source.generation, tokenizer))
 
 
-def _from_config(
-    name: str, config: ModelConfig, dtype: str, params: Params | None, load: Callable[[], Loaded]
-) -> ServedModel:
+def raise_if_failed(work: Future[Any]) -> None:
+    """Raises what work, which may still be at it, has raised."""
+    if work.done():
+        work.result()
+
+
+def _loader_of(params: Params, tokenizer: Any) -> Loader:
+    """What is there already."""
+    loaded = Loaded(params, tokenizer, GenerationDefaults())
+    return Loader(lambda: tokenizer, lambda loading_tokenizer: loaded)
+
+
+def _from_config(name: str, config: ModelConfig, dtype: str, params: Params | None, loader: Loader) -> ServedModel:
     if params is not None:
         check_params(config, params)
     module = registry.abstract_model(config, dtype)
     graphdef, abstract_params = registry.split(module)
     sizes = (config.max_position_embeddings, config.vocab_size, config.num_heads)
-    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, load, config)
+    return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, loader, config)
 
 
 def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
@@ -93,11 +113,8 @@ def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
     spec: KVSpec = getattr(module, "kv_spec")  # noqa: B009 (the type checker knows nnx.Module alone)
     graphdef, params = registry.split(module)
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
-    loaded = Loaded(params, tokenizer, GenerationDefaults())
-    name = type(module).__name__
-    return ServedModel(
-        name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, None, lambda: loaded
-    )
+    name, loader = type(module).__name__, _loader_of(params, tokenizer)
+    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, None, loader)
 
 
 def _dtype_of(params: Params) -> str:

@@ -6,7 +6,7 @@ parameters is one such tensor, or several laid one under another (q, k, v; gate,
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -152,11 +152,18 @@ def raise_differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[st
     _raise_problems(problems, what)
 
 
-def read_params(checkpoint: Checkpoint, config: ModelConfig, abstract: Params, show_progress: bool) -> Params:
+def read_params(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    abstract: Params,
+    show_progress: bool,
+    go_on: Callable[[], None] = lambda: None,
+) -> Params:
     """Streams a checkpoint to the default device, in the dtypes of abstract.
 
-    check_tensors must have passed. The host holds one layer at a time (and, on a CPU, the result itself). Raises
-    ValueError if config says that the output head is the embedding and the checkpoint holds another one.
+    check_tensors must have passed. go_on is called before each layer; what it raises ends the reading. The host holds
+    one layer at a time (and, on a CPU, the result itself). Raises ValueError if config says that the output head is the
+    embedding and the checkpoint holds another one.
     """
     if config.is_tied and "lm_head.weight" in checkpoint.tensors:
         _require_equal(checkpoint, "lm_head.weight", "model.embed_tokens.weight")
@@ -168,6 +175,7 @@ def read_params(checkpoint: Checkpoint, config: ModelConfig, abstract: Params, s
         tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not show_progress) as bar,
     ):
         for group in _layer_groups(flat):
+            go_on()
             host = {path: _empty_aligned(flat[path]) for path in group}
             jobs = [job for path, out in host.items() for job in _jobs(path, out, config, checkpoint.chunk_elements)]
             list(pool.map(lambda job: _read_into(checkpoint, *job), jobs))

@@ -6,7 +6,8 @@ load_params and load_tokenizer then do the work, in any order or side by side. l
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from paxpage.models.gguf_files import GGUFFile, open_gguf
 from paxpage.models.gguf_tokenizer import gguf_tokenizer, has_tokenizer
 from paxpage.models.registry import Params, abstract_params, num_bytes
 from paxpage.models.safetensors_files import SafetensorsCheckpoint
-from paxpage.models.tokenizer import folder_tokenizer
+from paxpage.models.tokenizer import folder_tokenizer, has_tokenizer_files
+
+logger = logging.getLogger(__name__)
 
 MODEL_FORMS = "a folder, a .gguf file, or org/name on the Hugging Face hub"
 
@@ -95,10 +98,11 @@ def load_model(model: str, options: LoadOptions | None = None) -> LoadedModel:
 def open_model(model: str, options: LoadOptions | None = None) -> ModelSource:
     """Finds (or downloads) a model and reads its config and headers, but no weights.
 
-    Raises ValueError, by name: for a model that is not found, an unsupported architecture, dtype or option, damaged
+    Raises ValueError, by name: for a tokenizer or a model that is not found (the tokenizer first: it is downloaded
+    sooner), an unsupported architecture, dtype or option, damaged
     files, and tensors that are missing, extra or of another shape than the config says.
     """
-    options = options or LoadOptions()
+    options = _with_tokenizer_found(options or LoadOptions())
     path = _find(model, options)
     kind = _kind(path)
     require(
@@ -122,23 +126,35 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_params(source: ModelSource) -> Params:
-    """The params on jax's default device: nested dicts, all of source.dtype."""
+def load_params(source: ModelSource, go_on: Callable[[], None] = lambda: None) -> Params:
+    """The params on jax's default device: nested dicts, all of source.dtype.
+
+    go_on: called before each of a checkpoint's layers is read; what it raises ends that. Orbax reads all at once.
+    """
     abstract = abstract_params(source.config, source.dtype)
     if source.options.load_format == "dummy":
         return dummy_params(abstract, source.options.seed)
     if source.checkpoint is None:
         return orbax_files.restore_params(source.path, abstract)
-    return read_params(source.checkpoint, source.config, abstract, source.options.show_progress)
+    return read_params(source.checkpoint, source.config, abstract, source.options.show_progress, go_on)
 
 
 def load_tokenizer(source: ModelSource) -> Any:
     """A transformers.PreTrainedTokenizerBase, or None if the model has none.
 
     The first call imports transformers, which takes seconds: it pays to let it run beside load_params in a thread.
+    Raises ValueError for one that cannot be read, or was chosen and has more tokens than the model.
     """
     if source.options.tokenizer is not None:
-        return _other_tokenizer(source.options.tokenizer, source.options)
+        return _other_tokenizer(source.options.tokenizer, source.config.vocab_size)
+    tokenizer = _own_tokenizer(source)
+    if tokenizer is not None and len(tokenizer) > source.config.vocab_size:  # some fine-tuned models have an idle one
+        message = "the tokenizer of %s has %d tokens, and the model %d: texts that come to more are refused"
+        logger.warning(message, source.path, len(tokenizer), source.config.vocab_size)
+    return tokenizer
+
+
+def _own_tokenizer(source: ModelSource) -> Any:
     if source.gguf is None:
         return folder_tokenizer(source.path)
     return gguf_tokenizer(source.gguf) if has_tokenizer(source.gguf) else None
@@ -214,13 +230,22 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return hf_config.read_json(path) if path.exists() else {}
 
 
-def _other_tokenizer(name: str, options: LoadOptions) -> Any:
+def _with_tokenizer_found(options: LoadOptions) -> LoadOptions:
+    """The same, with the path of the tokenizer that is chosen, if one is; from the hub it is downloaded."""
+    name = options.tokenizer
+    if name is None:
+        return options
     path = Path(name).expanduser()
-    if path.is_file():
-        return gguf_tokenizer(open_gguf(path))
     if not path.exists():
         require(hub.is_repository(name), "tokenizer", name, MODEL_FORMS)
         path = hub.download(name, None, options.token, has_weights=False, show_progress=options.show_progress)
-    tokenizer = folder_tokenizer(path)
-    require(tokenizer is not None, "tokenizer", name, "a folder or repository with tokenizer files")
+    is_there = path.is_file() or has_tokenizer_files(path)
+    require(is_there, "tokenizer", name, "a folder or repository with tokenizer files")
+    return dataclasses.replace(options, tokenizer=str(path))
+
+
+def _other_tokenizer(path: str, vocab_size: int) -> Any:
+    tokenizer = gguf_tokenizer(open_gguf(Path(path))) if Path(path).is_file() else folder_tokenizer(Path(path))
+    allowed = f"one with at most the model's {vocab_size} tokens; this one has {len(tokenizer)}"
+    require(len(tokenizer) <= vocab_size, "tokenizer", path, allowed)
     return tokenizer

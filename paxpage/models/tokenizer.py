@@ -6,12 +6,17 @@ from typing import Any
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
+def has_tokenizer_files(folder: Path) -> bool:
+    """Whether a folder seems to have a tokenizer."""
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def folder_tokenizer(folder: Path) -> Any:
     """A transformers.PreTrainedTokenizerBase, or None if the folder has no tokenizer files.
 
     Raises ValueError if they cannot be read, or ask for code of their own to be run.
     """
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer_files(folder):
         return None
     # imported here: it takes seconds, and whoever brings token ids of their own does without
     from transformers import AutoTokenizer

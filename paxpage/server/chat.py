@@ -54,7 +54,7 @@ async def create_chat_completion(context: ServerContext, http_request: Request) 
     request = parse_body(ChatCompletionRequest, body)
     head = AnswerHead.new("chatcmpl", request, context.model_name, http_request)
     prepare = functools.partial(prepare_chat, context, request, head.id)
-    prepared, stream = await open_stream(context, request, prepare, arrival_time_s)
+    prepared, stream = await open_stream(context, request, prepare, len(body), arrival_time_s)
     make_parser = parser_maker(context, request)
     if request.is_stream:
         writer = ChatChunks(head, request, prepared[0], context.logprobs, make_parser)
@@ -88,6 +88,7 @@ def prepare_chat(context: ServerContext, request: ChatCompletionRequest, answer_
         continue_final_message=bool(request.continue_final_message),
         chat_template=context.chat_template,
         tools=request.tools_for_template,
+        check_text=context.engine.check_text if request.truncate_prompt_tokens is None else None,
     )
     prepare = functools.partial(context.engine.prepare, priority=request.priority or 0, cache_salt=request.cache_salt)
     return [prepare(answer_id, truncated(context, token_ids, request, params.max_tokens), params)]

@@ -35,7 +35,7 @@ async def create_completion(context: ServerContext, http_request: Request) -> Re
     request = parse_body(CompletionRequest, body)
     head = AnswerHead.new("cmpl", request, context.model_name, http_request)
     prepare = functools.partial(prepare_completion, context, request, head.id)
-    prepared, stream = await open_stream(context, request, prepare, arrival_time_s)
+    prepared, stream = await open_stream(context, request, prepare, len(body), arrival_time_s)
     if request.is_stream:
         return EventStream(
             stream, CompletionChunks(head, request, prepared, context.logprobs), context.async_engine.close

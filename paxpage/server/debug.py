@@ -24,7 +24,7 @@ async def explain_cache(context: ServerContext, http_request: Request) -> Respon
     """
     body = await read_json_body(http_request)
     try:
-        prepared = await context.async_engine.prepare(functools.partial(_prepare, context, body))
+        prepared = await context.async_engine.prepare(functools.partial(_prepare, context, body), len(body))
     except ValueError as error:
         raise from_value_error(error, CompletionRequest.model_fields) from None
     return JSONResponse({"prompts": await context.async_engine.call(functools.partial(_explain_all, prepared))})

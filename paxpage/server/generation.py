@@ -101,19 +101,25 @@ class AnswerHead:
 
 
 async def open_stream(
-    context: ServerContext, request: GenerationRequest, prepare: Callable[[], list[Prepared]], arrival_time_s: float
+    context: ServerContext,
+    request: GenerationRequest,
+    prepare: Callable[[], list[Prepared]],
+    num_bytes: int,
+    arrival_time_s: float,
 ) -> tuple[list[Prepared], OutputStream]:
-    """Prepares on a worker thread and hands over to the engine.
+    """Prepares on a worker thread and hands over to the engine. num_bytes: of the request's body.
 
     Raises:
         ApiError: 400 for a value that is refused; see AsyncEngine.open for the others.
     """
     try:
-        prepared = await context.async_engine.prepare(prepare)
+        prepared = await context.async_engine.prepare(prepare, num_bytes)
     except ValueError as error:
         refused = from_value_error(error, type(request).model_fields)
         if refused.param == "structured_outputs":
             refused.param = request.constraint_field
+        if refused.message.startswith("prompt "):
+            refused.param = request.prompt_field
         if refused.param == "tools":  # the grammar was not the client's
             refused.message = refused.message.replace("structured_outputs.grammar", "tools")
         raise refused from None

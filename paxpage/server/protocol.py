@@ -353,6 +353,11 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def prompt_field(self) -> str:
+        """The client's name for what the engine calls the prompt."""
+        return "prompt"
+
+    @property
     def constraint_field(self) -> str:
         """The client's name for what the engine calls structured_outputs."""
         return "structured_outputs" if self.response_format is None else "response_format"
@@ -516,6 +521,11 @@ class ChatCompletionRequest(GenerationRequest):
         require(is_known, "tool_choice", choice, f"one of the tools: {', '.join(names)}")
         for field in ("structured_outputs", "response_format"):
             require(getattr(self, field) is None, field, "given", "null when tool_choice forces a call")
+
+    @property
+    def prompt_field(self) -> str:
+        """The messages, which the chat template makes a prompt of."""
+        return "messages"
 
     @property
     def constraint_field(self) -> str:

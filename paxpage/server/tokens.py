@@ -32,9 +32,10 @@ async def _answer[RequestT: BaseModel](
     kind: type[RequestT],
     work: Callable[[ServerContext, RequestT], ResponseModel],
 ) -> Response:
-    request = parse_body(kind, await read_json_body(http_request))
+    body = await read_json_body(http_request)
+    request = parse_body(kind, body)
     try:
-        answer = await context.async_engine.prepare(functools.partial(work, context, request))
+        answer = await context.async_engine.prepare(functools.partial(work, context, request), len(body))
     except ValueError as error:
         raise from_value_error(error, kind.model_fields) from None
     return Response(answer.to_json(), media_type=JSON_TYPE)

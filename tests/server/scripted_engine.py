@@ -75,6 +75,9 @@ class ScriptedEngine:
             raise ValueError(f"prompt length is {len(ids)}; allowed: 1 to {MAX_PROMPT}")
         return ScriptedPrepared(request_id, ids, params)
 
+    def check_text(self, text: str) -> None:
+        pass
+
     def submit(self, prepared: ScriptedPrepared) -> None:
         self.requests[prepared.request_id] = ScriptedRequest(prepared, time.monotonic())
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -100,6 +102,45 @@ def test_whole_and_streamed_answers() -> None:
             assert end == "data: [DONE]"
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
         assert s.engine.is_closed
+
+    run(check())
+
+
+def test_long_texts_hold_up_only_their_like() -> None:
+    async def check() -> None:
+        async with site() as s:
+            gate, begun = threading.Event(), []
+
+            def work(name: str) -> None:
+                begun.append(name)
+                assert gate.wait(5)
+
+            sizes = {"long": 2**17, "longer": 2**24}
+            waiting = [
+                asyncio.create_task(s.async_engine.prepare(functools.partial(work, name), num_bytes))
+                for name, num_bytes in sizes.items()
+                for _ in range(3)
+            ]
+            await s.wait_until(lambda: len(begun) == 2)
+            assert (await s.post(PROMPT)).status_code == 200
+            assert sorted(begun) == sorted(sizes)
+            gate.set()
+            await asyncio.gather(*waiting)
+
+    run(check())
+
+
+def test_bodies_are_sorted_by_their_size() -> None:
+    async def check() -> None:
+        async with site(tokenizer=make_tokenizer()) as s:
+            gate = threading.Event()
+            waiting = asyncio.create_task(s.async_engine.prepare(lambda: gate.wait(5), 2**17))
+            long = asyncio.create_task(s.post({"prompt": "x" * 2**17}))
+            assert (await s.post({"prompt": "xyz"}, "/tokenize")).status_code == 200
+            assert (await s.post({"prompt": "x" * 2**20}, "/tokenize")).status_code == 200
+            assert not long.done()
+            gate.set()
+            assert (await long).status_code == 400 and await waiting
 
     run(check())
 

@@ -78,11 +78,20 @@ def cut_gguf(tiny_dir: Path, folder: Path) -> Path:
     return folder / "cut.gguf"
 
 
+def no_tokenizer(tiny_dir: Path, folder: Path) -> Path:
+    damaged_folder(tiny_dir, folder)
+    (folder / "model.safetensors").symlink_to(tiny_dir / "model.safetensors")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text("{")
+    return folder
+
+
 # What is served, flags, the exit code, and what the last line says
 STARTS = {
     "a checkpoint cut short": (cut_short, (), 2, ("model.safetensors is damaged, cut short",)),
     "a checkpoint that lacks a tensor": (misfitting, (), 2, ("layers.1.mlp.up_proj.weight", "norm.weight", "100")),
     "a gguf file cut in the middle": (cut_gguf, (), 2, ("cut.gguf", f"{8 * 2**20} bytes")),
+    "a tokenizer cut short": (no_tokenizer, (), 2, ("tokenizer in", "cannot be read")),
     "no memory for the cache": (undamaged, ("--num_blocks=1000000000",), 1, ("--num_blocks",)),
 }
 

@@ -634,6 +634,25 @@ def test_lengths_beyond_the_context(tiny: ServerProcess) -> None:
     check_refused(response, str(MAX_MODEL_LEN))
 
 
+def test_texts_that_are_too_long_whatever_their_tokens_are(tiny: ServerProcess) -> None:
+    """Refused at once, where tokenising takes half a minute; unless only their end is wanted, or only their tokens."""
+    text = "The blue kettle. " * 700_000
+    asked = {
+        "completions": ("prompt", {"prompt": ["x", text]}),
+        "chat/completions": ("messages", {"messages": [*HELLO, {"role": "user", "content": text}]}),
+    }
+    for route, (field, body) in asked.items():
+        response = tiny.post(route, body)
+        check_refused(response, "prompt length is at least 13222")
+        assert f"allowed: at most {MAX_MODEL_LEN - 1} tokens" in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == field
+        shorter = json.loads(json.dumps(body).replace(text, text[:80_000]))
+        assert tiny.post(route, shorter).status_code == 400
+        whole = tiny.post(route, {**shorter, "truncate_prompt_tokens": 4, "max_tokens": 1})
+        assert whole.status_code == 200 and whole.json()["usage"]["prompt_tokens"] >= 4
+    assert tiny.client.post("/tokenize", json={"prompt": text[:80_000]}).json()["count"] > MAX_MODEL_LEN
+
+
 # The openai client
 
 

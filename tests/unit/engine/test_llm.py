@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 from paxpage import LLM, EngineConfig, SamplingParams
 from paxpage.engine import build, kv_cache, step
 from paxpage.engine.engine import Group
+from paxpage.engine.served_model import describe
+from paxpage.models.embedded import default_model_path
+from paxpage.models.loading import LoadOptions
 from paxpage.prompts import encode_text, render_chat
 from tests.helpers.engines import assert_idle, complete, greedy_params, ids, steps_in_flight, tokens, tokens_alone
 from tests.helpers.fixtures import shelf, unchecked_types
@@ -63,6 +67,50 @@ def test_a_text_may_be_given_in_every_form(text_llm: LLM) -> None:
     assert len({tuple(output[0].outputs[0].token_ids) for output in outputs}) == 1
     assert len({output[0].outputs[0].text for output in outputs}) == 1
     assert [output[0].prompt for output in outputs] == [text] * 4 + [None] * 2
+
+
+def test_a_text_that_is_too_long_whatever_its_tokens_are(text_llm: LLM) -> None:
+    """Said before it is tokenised; one that may fit is counted."""
+    most = " remember" * 254  # a token each, which no other is longer than, and a BOS
+    (output,) = text_llm.generate(most, greedy_params(1), use_tqdm=False)
+    assert len(output.prompt_token_ids) == 255
+    allowed = r"allowed: at most 255 tokens \(max_model_len 256"
+    with pytest.raises(ValueError, match=rf"prompt length is 256; {allowed}"):
+        text_llm.generate(f"{most} remember", GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"prompt length is at least 256; {allowed}"):
+        text_llm.generate(f"{most} remember" + "x", GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"prompt length is at least 2222\d\d; {allowed}"):
+        text_llm.chat([{"role": "user", "content": "x" * 2_000_000}], GREEDY, use_tqdm=False)
+
+
+BAD_STARTS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "a tokenizer that is not there": ({"tokenizer": "/nowhere"}, r"tokenizer is '/nowhere'", False),
+    "a context longer than the pool": ({"num_blocks": 9, "max_model_len": 512}, r"max_model_len is 512", False),
+    "a tokenizer of a larger model": ({"tokenizer": default_model_path()}, r"tokenizer is .* model's 512 tokens", True),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_STARTS)
+def test_what_can_be_seen_before_the_weights_is_refused_before_them(
+    shelf: Shelf, mistake: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And what only reading a tokenizer shows, while they are read."""
+    fields, message, are_weights_begun = BAD_STARTS[mistake]
+    with pytest.raises(ValueError, match=message):
+        LLM(str(shelf.tiny_folder), max_num_seqs=1, max_num_batched_tokens=16, **fields)
+    assert ("Loading weights" in capfd.readouterr().err) == are_weights_begun
+
+
+def test_weights_are_not_read_for_a_tokenizer_that_failed(shelf: Shelf, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = describe(str(shelf.tiny_folder), None, None, LoadOptions(dtype="float32")).loader
+    failed: Future[Any] = Future()
+    failed.set_exception(ValueError("no tokenizer"))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        loader.load(failed)
+    assert "0.00/" in capfd.readouterr().err
+    failed = Future()
+    failed.set_result(None)
+    assert loader.load(failed).params and "100%" in capfd.readouterr().err
 
 
 def test_the_text_is_that_of_the_tokens(text_llm: LLM) -> None:

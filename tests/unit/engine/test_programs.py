@@ -68,6 +68,22 @@ def gate() -> Iterator[Gate]:
     gate.opened.set()
 
 
+def test_no_more_are_waited_for_than_are_wanted(gate: Gate) -> None:
+    programs = Programs()
+    gate.opened.set()
+    times: list[int] = []
+
+    def stop_at_the_third() -> None:
+        times.append(1)
+        if len(times) == 3:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        programs.compile(gate.jobs(*range(50)), show_progress=False, go_on=stop_at_the_third)
+    programs.join()
+    assert len(times) == 3 and len(gate.counts) < 50 and programs.ended.done()
+
+
 def fail() -> jax.stages.Compiled:
     raise RuntimeError("injected")
 

@@ -147,7 +147,7 @@ def test_dummy_weights_from_a_gguf_header() -> None:
 def test_where_eos_comes_from(
     generation_config: dict | None, config: dict, expected: tuple[int, ...], tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    config_folder(tmp_path, **config)
+    config_folder(tmp_path, vocab_size=49152, **config)
     if generation_config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     source = open_model(str(tmp_path), dataclasses.replace(DUMMY, tokenizer=str(tokenizer_folder)))
@@ -183,12 +183,44 @@ def test_the_folder_s_own_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> N
 def test_another_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
     for name in (str(tokenizer_folder), default_model_path()):
         options = dataclasses.replace(DUMMY, tokenizer=name)
-        tokenizer = load_tokenizer(open_model(str(config_folder(tmp_path)), options))
+        tokenizer = load_tokenizer(open_model(str(config_folder(tmp_path, vocab_size=49152)), options))
         assert tokenizer.encode("Hello world") == [19556, 905]
+
+
+def test_a_tokenizer_that_is_not_there_is_named_before_the_model_is_looked_for(tmp_path: Path) -> None:
     for name in (str(tmp_path), "no such tokenizer"):
-        source = open_model(str(tmp_path), dataclasses.replace(DUMMY, tokenizer=name))
-        with pytest.raises(ValueError, match="tokenizer is"):
-            load_tokenizer(source)
+        with pytest.raises(ValueError, match=rf"^tokenizer is '{name}'"):
+            open_model("no such model", dataclasses.replace(DUMMY, tokenizer=name))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is chosen is refused; the model's own, which some have an idle token in, is used."""
+    few = {"vocab_size": 49151}
+    chosen = dataclasses.replace(DUMMY, tokenizer=str(tokenizer_folder))
+    with pytest.raises(ValueError, match=r"^tokenizer is .*; allowed: .* the model's 49151 tokens; this one has 49152"):
+        load_tokenizer(open_model(str(config_folder(tmp_path, **few)), chosen))
+    own = config_folder(copy_of(tokenizer_folder, tmp_path / "own"), **few)
+    assert len(load_tokenizer(open_model(str(own), DUMMY))) == 49152
+    assert "has 49152 tokens, and the model 49151" in caplog.text
+
+
+def test_weights_are_read_no_further_than_they_are_wanted(saved: Saver) -> None:
+    source = open_model(str(saved(LLAMA)), QUIET)
+    times: list[int] = []
+
+    def stop_at_the_third() -> None:
+        times.append(1)
+        if len(times) == 3:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        load_params(source, stop_at_the_third)
+    assert len(times) == 3
+    times += [1]
+    load_params(source, stop_at_the_third)
+    assert len(times) > 6
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
