@@ -59,7 +59,7 @@ class Programs(dict[Any, jax.stages.Compiled]):
 
     def begin(self, jobs: Jobs) -> None:
         """Has these compiled ahead of compile(), which waits for them too; does not wait."""
-        self._submit(jobs)
+        self._submit(jobs, self._num_threads)
 
     def compile(self, jobs: Jobs, *, show_progress: bool) -> None:
         """Compiles several at a time (XLA does it outside Python's lock) and waits for all, with a bar on stderr.
@@ -67,7 +67,8 @@ class Programs(dict[Any, jax.stages.Compiled]):
         Raises what compiling one of them raised; then no other is begun.
         """
         begun = list(self._jobs.values())
-        submitted = begun + self._submit({key: jobs[key] for key in jobs if key not in self._jobs})
+        new_jobs = {key: jobs[key] for key in jobs if key not in self._jobs}
+        submitted = begun + self._submit(new_jobs, self._num_threads)
         try:
             for job in tqdm(submitted, desc="compiling", unit="step", disable=not show_progress):
                 self._take(job)
@@ -76,11 +77,11 @@ class Programs(dict[Any, jax.stages.Compiled]):
             raise
 
     def compile_behind(self, jobs: Jobs) -> None:
-        """Has the last ones compiled, in this order; does not wait."""
-        self._submit(jobs)
+        """Has the last ones compiled, in this order; does not wait. Half of the threads are left to requests."""
+        self._submit(jobs, max(self._num_threads // 2, 1))
         self._count_down()
 
-    def _submit(self, jobs: Jobs) -> list[Job]:
+    def _submit(self, jobs: Jobs, most_threads: int) -> list[Job]:
         submitted = [Job(key, compile_it) for key, compile_it in jobs.items()]
         self._jobs.update((job.key, job) for job in submitted)
         with self._lock:
@@ -88,7 +89,7 @@ class Programs(dict[Any, jax.stages.Compiled]):
         for job in submitted:
             job.future.add_done_callback(self._count)
             self._queue.put(job)
-        for _ in range(min(len(submitted), self._num_threads)):
+        for _ in range(min(len(submitted), most_threads)):
             self._threads.append(threading.Thread(target=self._work, name="compile"))
             self._threads[-1].start()
         return submitted

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -101,6 +102,16 @@ def test_the_first_are_there_and_the_later_follow(gate: Gate) -> None:
     gate.opened.set()
     assert programs.ended.result(TIMEOUT_S) is None and programs.error() is None
     assert programs["c"](1.0) == 2 and gate.counts | open_gate.counts == {"a": 1, "b": 1, "c": 1}
+    programs.join()
+
+
+@pytest.mark.parametrize("threads_per_core", [1, 2])
+def test_half_of_the_threads_are_left_to_requests(gate: Gate, threads_per_core: int) -> None:
+    programs, before = Programs(threads_per_core), threading.active_count()
+    programs.compile_behind(gate.jobs(*range(1000)))
+    assert threading.active_count() - before == max(threads_per_core * (os.cpu_count() or 1) // 2, 1)
+    programs.close()
+    gate.opened.set()
     programs.join()
 
 
