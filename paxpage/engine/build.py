@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -87,10 +88,7 @@ def build_engine(
         loading = pool.submit(served.loader.load, loading_tokenizer)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        num_blocks = _num_blocks(config, limits, served, plan, set_aside)
-        if early is not None and not is_as_expected(early.num_blocks, num_blocks):
-            early.wait_for_begun()  # before what they hold meanwhile is taken for memory that is gone
-            num_blocks = _num_blocks(config, limits, served, plan, set_aside)
+        num_blocks = _settled(early, functools.partial(_num_blocks, config, limits, served, plan, set_aside))
         runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
@@ -225,6 +223,15 @@ def _begin_early(
     runner.compiler.expect(_step_model(served, plan, cache), plan.shapes)
     runner.begin_warm_up()
     return runner
+
+
+def _settled(early: ModelRunner | None, count: Callable[[], int]) -> int:
+    """How many blocks fit; if not as many as expected, then once nothing compiles, which may hold memory for a while."""
+    num_blocks = count()
+    if early is None or is_as_expected(early.num_blocks, num_blocks):
+        return num_blocks
+    early.wait_for_begun()
+    return count()
 
 
 def _right_runner(early: ModelRunner | None, num_blocks: int) -> ModelRunner | None:

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 Jobs = dict[Any, Callable[[], jax.stages.Compiled]]
 
-# Of programs that nobody waits for: every thread that traces takes Python's lock from the requests that are served.
+# Of programs that nobody waits for, and at most half of all threads: whoever traces takes Python's lock, and whoever
+# compiles a core, from the requests that are served.
 THREADS_BEHIND = 2
 
 
@@ -87,7 +88,7 @@ class Programs(dict[Any, jax.stages.Compiled]):
 
     def compile_behind(self, jobs: Jobs) -> None:
         """Has the last ones compiled, in this order; does not wait."""
-        self._submit(jobs, min(THREADS_BEHIND, self._num_threads))
+        self._submit(jobs, max(1, min(THREADS_BEHIND, self._num_threads // 2)))
         self._count_down()
 
     def _submit(self, jobs: Jobs, num_threads: int) -> list[Job]:

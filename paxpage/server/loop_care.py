@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
 
 LAG_INTERVAL_S = 0.02
@@ -10,17 +11,16 @@ MAX_UNCOLLECTED_S = 30.0
 NEVER = 2**31 - 1  # young collections between two of everything
 
 
-async def watch_loop_lag(observe: Callable[[float], None]) -> None:
-    """Reports every LAG_INTERVAL_S how many seconds late it wakes; never returns.
+async def watch_loop_lag(observe: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
+    """Reports every LAG_INTERVAL_S how many seconds late it wakes; never returns. clock: by which time, in seconds.
 
     A loop that was held up reports once for each time that was due meanwhile, so a long wait weighs as much as it would
     for requests that arrive evenly.
     """
-    loop = asyncio.get_running_loop()
-    due_s = loop.time() + LAG_INTERVAL_S
+    due_s = clock() + LAG_INTERVAL_S
     while True:
-        await asyncio.sleep(due_s - loop.time())
-        now_s = loop.time()
+        await asyncio.sleep(due_s - clock())
+        now_s = clock()
         observe(max(now_s - due_s, 0.0))
         due_s += LAG_INTERVAL_S
         while due_s <= now_s:

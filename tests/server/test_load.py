@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.oracle import GAPS, near_ties
+from tests.server.own_lag import read_looks
 from tests.server.process import ROOT, AbandonedRequest, ServerProcess, wait_until
 
 NUM_ROWS, NUM_STREAMS = 128, 1000
@@ -28,10 +29,18 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_id
 
 
 @pytest.fixture(scope="module")
-def server(tiny_dir: Path) -> Iterator[ServerProcess]:
+def looks_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("load") / "looks"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_dir: Path, looks_path: Path) -> Iterator[ServerProcess]:
     flags = (f"--model={tiny_dir}", "--max_model_len=2048", *FLAGS)
-    own_threads = {"NPROC": str(NUM_CORES)}  # of XLA, as anywhere else: tests.conftest wants more of them for Pallas
-    with ServerProcess(*flags, command=COMMAND, env=own_threads) as server:
+    env = {
+        "NPROC": str(NUM_CORES),  # XLA's threads, as anywhere else: tests.conftest wants more of them for Pallas
+        "PAXPAGE_TEST_LOOKS": str(looks_path),
+    }
+    with ServerProcess(*flags, command=COMMAND, env=env) as server:
         yield server.wait_ready()
         assert "Traceback" not in server.log()
 
@@ -112,13 +121,14 @@ def check_greedy(model: Any, sequences: list[tuple[list[int], list[int]]]) -> No
         list(near_ties(output, rows[len(prompt) - 1 :][: len(output)], GAPS["float32"]))
 
 
-def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path) -> None:
-    """None is lost, mixed up or stalled, and the event loop stays punctual.
+def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path, looks_path: Path) -> None:
+    """None is lost, mixed up or stalled, and the event loop stays punctual: 99 of 100 looks find it at most 50 ms late.
 
     Those that get a row first go on for longest, so that all are open together. The client shares the machine's cores
-    with the server, and the other half of the tests does too: then the bounds are wide. Where nothing else runs, 99 of
-    100 looks find the loop at most 50 ms late. Before tasks took turns half of them did not reach 250 ms, and the mean
-    was 730.
+    with the server, and so does the other half of the tests. So the lag is taken by the loop's own time, which leaves
+    out when its thread could run and had no core (see own_lag): two processes that only count take looks in time from
+    100 to 93% by the clock, and not below 99.7% by own time. Where nothing else runs it is asked by the clock too: the
+    server's own threads are then all that it fights for cores with.
     """
     from transformers import LlamaForCausalLM
 
@@ -127,9 +137,10 @@ def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path) -> None:
     lengths = [240 if i < NUM_ROWS else 24 for i in range(NUM_STREAMS)]
     bodies = [{**GREEDY, "prompt": p, "max_tokens": n} for p, n in zip(prompts, lengths, strict=True)]
     wait_calm(server)
-    before, cores_before = Lag(server), CoreTime(server)
+    before, own_before, cores_before = Lag(server), read_looks(looks_path), CoreTime(server)
     streams = ask(server.port, bodies)
     after, share_of_others = Lag(server), CoreTime(server).share_of_others(cores_before)
+    own = read_looks(looks_path).since(own_before)
     assert {stream["head"] for stream in streams} == {"HTTP/1.1 200 OK"}
     assert max(s["begin_s"] for s in streams) < min(s["end_s"] for s in streams), "not all were open together"
     outputs = [tokens_of(stream, prompt) for stream, prompt in zip(streams, prompts, strict=True)]
@@ -140,12 +151,10 @@ def test_a_thousand_streams(server: ServerProcess, tiny_dir: Path) -> None:
     check_greedy(model, both[:NUM_ROWS])
     check_greedy(model, both[NUM_ROWS:])
     server.wait_idle()
-    num_looks = after.since(before, "count")
-    assert num_looks > 50
-    assert after.since(before, "bucket", "0.25") >= 0.95 * num_looks
-    assert after.since(before, "sum") <= 0.1 * num_looks
+    assert own.num_looks > 50
+    assert own.num_late <= 0.01 * own.num_looks, own
     if share_of_others <= SHARE_OF_OTHERS:
-        assert after.since(before, "bucket", "0.05") >= 0.99 * num_looks
+        assert after.since(before, "bucket", "0.05") >= 0.99 * after.since(before, "count")
 
 
 def test_a_full_queue_and_a_crowd_that_leaves(server: ServerProcess) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -127,6 +128,19 @@ def test_the_first_are_there_and_the_later_follow(gate: Gate) -> None:
     gate.opened.set()
     assert programs.ended.result(TIMEOUT_S) is None and programs.error() is None
     assert programs["c"](1.0) == 2 and gate.counts | open_gate.counts == {"a": 1, "b": 1, "c": 1}
+    programs.join()
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 1), (4, 2), (16, 2)])
+def test_threads_are_left_to_requests(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    programs, before = Programs(), threading.active_count()
+    programs.compile_behind(gate.jobs(*range(1000)))
+    assert threading.active_count() - before == num_threads
+    programs.close()
+    gate.opened.set()
     programs.join()
 
 
