@@ -226,7 +226,7 @@ def _begin_early(
 
 
 def _settled(early: ModelRunner | None, count: Callable[[], int]) -> int:
-    """How many blocks fit; if not as many as expected, then once nothing compiles, which may hold memory for a while."""
+    """How many blocks fit; if not as many as expected, then once nothing compiles, which may hold memory meanwhile."""
     num_blocks = count()
     if early is None or is_as_expected(early.num_blocks, num_blocks):
         return num_blocks
