@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 # Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
 # (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
 SAMPLING_ARRAYS = 10
-COMING_MARGIN = 64 * memory.MIB  # over the weights' own bytes, for what loading leaves
+COMING_MARGIN = 64 * memory.MIB  # over the weights' own bytes, for what loading leaves,
+COMING_SHARE = 0.997  # and of the blocks that then fit: 8B once left 64 to 320 MiB less (BUILD_NOTES.md, 2026-11-30)
 FEWEST_OF_FITTING = 0.99  # of the blocks that fit: fewer are not worth lowering the steps again
 STEP_BYTES_MARGIN = 1.25  # over the sum of a layer's arrays, of which 8B's steps on an H200 take 0.2 to 0.6
 
@@ -79,16 +80,16 @@ def build_engine(
     compiler = open_compiler(programs_folder(config.compilation_cache_dir), served.config, served.dtype)
     with ThreadPoolExecutor(3) as pool, contextlib.closing(compiler), contextlib.ExitStack() as if_it_fails:
         set_aside = 0 if config.num_blocks is not None else _temporary_bytes(served, plan, config.block_size)
+        count_blocks = functools.partial(_num_blocks, config, limits, served, plan, set_aside)
         early: ModelRunner | None = None
         if compiler.pool is not None:
-            coming_bytes = 0 if params is not None else registry.num_bytes(served.abstract_params) + COMING_MARGIN
-            expected = _num_blocks(config, limits, served, plan, set_aside, coming_bytes)
+            expected = _expected_blocks(count_blocks, served if params is None else None)
             early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan, if_it_fails)
         loading_tokenizer = pool.submit(served.loader.load_tokenizer)
         loading = pool.submit(served.loader.load, loading_tokenizer)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
-        num_blocks = _settled(early, functools.partial(_num_blocks, config, limits, served, plan, set_aside))
+        num_blocks = _settled(early, count_blocks)
         runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
@@ -212,6 +213,15 @@ def _num_blocks(
     most_useful = limits.max_num_seqs * plan.shapes[0].blocks_per_row + 1
     share = config.gpu_memory_utilization
     return memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
+
+
+def _expected_blocks(count: Callable[..., int], coming: ServedModel | None) -> int:
+    """How many blocks will most likely fit once a model's weights, if they are still to come, are there."""
+    if coming is None:
+        return count()
+    num_blocks = count(registry.num_bytes(coming.abstract_params) + COMING_MARGIN)
+    does_not_depend = num_blocks == count()  # but was chosen, or is a CPU's
+    return num_blocks if does_not_depend else max(2, int(COMING_SHARE * num_blocks))
 
 
 def _begin_early(

@@ -304,8 +304,11 @@ def test_an_engine_whose_steps_other_processes_lower(
 def test_memory_that_compiling_holds_for_a_while_is_there_again(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A start that finds less free than it expected looks again once nothing else compiles, before it lowers anew."""
-    found, has_waited = iter([40, 32, 40]), []
+    """A start that finds less free than it expected looks again once nothing else compiles, before it lowers anew.
+
+    It expects a little less than what fits beside the weights.
+    """
+    found, has_waited = iter([40, 50, 32, 39]), []
     wait = Programs.wait
 
     def wait_and_say(self: Programs) -> None:
@@ -318,7 +321,7 @@ def test_memory_that_compiling_holds_for_a_while_is_there_again(
     monkeypatch.setattr(Programs, "wait", wait_and_say)
     caplog.set_level("INFO", build.__name__)
     with LLM(str(shelf.tiny_folder), **LIMITS, compilation_cache_dir="", show_progress=False) as llm:
-        assert llm.engine.runner.num_blocks == 40
+        assert llm.engine.runner.num_blocks == 39
     assert has_waited == [True] and next(found, None) is None
     lines = [record.getMessage() for record in caplog.records if record.name == build.__name__]
     assert lines and not any("lowered again" in line for line in lines)
