@@ -192,7 +192,7 @@ class Engine:
         self.slots = SlotAccount()
         self.idle_meter = IdleMeter()
         self._groups: dict[str, Group] = {}
-        self._samples: dict[str, Sample] = {}  # by Request.request_id
+        self._samples: dict[Request, Sample] = {}  # its id may be another group's too
         self._seeds = np.random.default_rng(config.seed)
         self._num_scheduled_tokens = 0
         self._hasher = PromptHasher(config.block_size)
@@ -257,7 +257,7 @@ class Engine:
             sample = self._make_sample(group, index)
             self._num_structured += sample.request.grammar is not None
             group.samples.append(sample)
-            self._samples[sample.request.request_id] = sample
+            self._samples[sample.request] = sample
         self.scheduler.add_samples([sample.request for sample in group.samples])
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
@@ -476,7 +476,7 @@ class Engine:
 
     def _deliver(self, request: Request, tokens: HostTokens, index: int) -> CompletionDelta | None:
         """Takes row index's new token into its sample; the delta, unless nobody wants it yet."""
-        sample = self._samples[request.request_id]
+        sample = self._samples[request]
         if request.num_dropped:
             return self._delta(sample, "" if sample.detokenizer is None else sample.detokenizer.flush(), 0)
         if sample.first_token_time_s is None:
@@ -505,7 +505,7 @@ class Engine:
     def _take_scores(self, scored: Scored) -> None:
         """Log-probabilities of some of a prompt's tokens; those of an aborted request are of no use."""
         chunk = scored.chunk
-        sample = self._samples.get(chunk.request.request_id)
+        sample = self._samples.get(chunk.request)
         num_top = chunk.request.params.prompt_logprobs
         entries = sample.group.prompt_logprobs if sample is not None else None
         if entries is None or num_top is None:
@@ -558,7 +558,7 @@ class Engine:
     def _close_sample(self, sample: Sample) -> str:
         """Completes the sample's text, forgets it; returns text that was still held back by an abort."""
         group, request = sample.group, sample.request
-        del self._samples[request.request_id]
+        del self._samples[request]
         group.num_unfinished -= 1
         self._num_structured -= request.grammar is not None
         if group.num_unfinished == 0:

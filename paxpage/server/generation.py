@@ -194,7 +194,8 @@ def merge_deltas(deltas: Iterable[CompletionDelta]) -> list[CompletionDelta]:
 
 
 def _join(first: CompletionDelta, second: CompletionDelta) -> CompletionDelta:
-    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    has_logprobs = (first.logprobs, second.logprobs) != (None, None)  # a last one without a token has none
+    logprobs = [*(first.logprobs or []), *(second.logprobs or [])] if has_logprobs else None
     return dataclasses.replace(
         second,
         text=first.text + second.text,

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paxpage.server.async_engine import AsyncEngine
+from paxpage.server.heads import BoundedHeads
 from paxpage.server.signals import SignalWatcher
 
 ABORT_S = 4.0  # after requests were aborted every answer has so long to reach its client
@@ -45,6 +46,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             lifespan="on",
+            http=BoundedHeads,
             ws="none",
             log_config=None,
             access_log=False,

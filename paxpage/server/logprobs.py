@@ -47,14 +47,18 @@ class LogprobFormatter:
 
         text: the prompt as it is echoed. Its tokens are placed from its end, so that what was generated follows on;
         those that are no part of it, as a BOS that was added, are at its beginning. num_top: how many of the most
-        likely tokens to show.
+        likely tokens to show. Null stands for the first, and for all that were not scored before the request was ended.
         """
-        first = {token_ids[0]: Logprob(0.0, 1, self._token_bytes.text(token_ids[0]))}
-        tokens = [first, *(_likeliest(entry or {}, num_top) for entry in entries[1:])]
+        pairs = zip(token_ids, entries, strict=True)
+        tokens = [self._unscored(each) if entry is None else _likeliest(entry, num_top) for each, entry in pairs]
         shown = self.completion(tokens, len(text) - self.count_characters(tokens))
         shown.text_offset = [max(offset, 0) for offset in shown.text_offset]
-        shown.token_logprobs[0] = shown.top_logprobs[0] = None
+        for place in (place for place, entry in enumerate(entries) if entry is None):
+            shown.token_logprobs[place] = shown.top_logprobs[place] = None
         return shown
+
+    def _unscored(self, token_id: int) -> TokenLogprobs:
+        return {token_id: Logprob(0.0, 1, self._token_bytes.text(token_id))}
 
     def prompt(self, entries: PromptEntries, num_top: int) -> PromptLogprobs:
         """A prompt's log-probabilities by token id: each token with its num_top likeliest candidates."""

@@ -505,6 +505,8 @@ class ChatCompletionRequest(GenerationRequest):
             self.max_completion_tokens,
             f"max_tokens ({self.max_tokens}) or one of the two",
         )
+        is_some = self.max_completion_tokens is None or self.max_completion_tokens >= 1
+        require(is_some, "max_completion_tokens", self.max_completion_tokens, "an integer >= 1")
         has_logprobs = self.top_logprobs is None or bool(self.logprobs)
         require(has_logprobs, "top_logprobs", self.top_logprobs, "null unless logprobs is true")
         is_exclusive = not (self.continue_final_message and self.add_generation_prompt)

@@ -1,5 +1,6 @@
 """The shapes of answers and of streams, written from engine events without a server."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -167,6 +168,13 @@ def test_a_slow_reader_finds_steps_joined() -> None:
     assert merged[0].logprobs == [one, two]
 
 
+def test_a_last_step_without_a_token_loses_no_log_probabilities() -> None:
+    one = {1: Logprob(-1.0, 1, "a")}
+    deltas = [delta("r", "a", [1], logprobs=[one]), delta("r", "", [], "stop")]
+    assert [(d.token_ids, d.logprobs, d.finish_reason) for d in merge_deltas(deltas)] == [([1], [one], "stop")]
+    assert merge_deltas([delta("r", "a", [1]), delta("r", "b", [2])])[0].logprobs is None
+
+
 CANDIDATES = {7: Logprob(-1.5, 3, "xy"), 8: Logprob(-0.1, 1, "a"), 9: Logprob(-1.0, 2, "é")}
 
 
@@ -204,3 +212,19 @@ def test_streamed_logprobs_equal_whole_ones() -> None:
 
 def test_an_event_is_one_line_and_a_blank_one() -> None:
     assert event('{"a": "é"}') == 'data: {"a": "é"}\n\n'.encode()
+
+
+def test_an_echo_of_a_prompt_that_was_not_scored_before_the_end() -> None:
+    """Null is what is not known, streamed or not."""
+    tokens: list[Any] = [None, None]
+    aborted = output("r0", "", [], finish_reason="abort", logprobs=[])
+    aborted = dataclasses.replace(aborted, prompt_logprobs=tokens)
+    writer = completion_chunks(echo=True, logprobs=1)
+    ending = delta("r0", "", [], "abort", output=aborted, prompt_logprobs=tokens)
+    [chunk] = written(writer.feed([ending]))
+    request = CompletionRequest(prompt="x", echo=True, logprobs=1)
+    whole = json.loads(whole_completion(HEAD, request, [aborted], FORMATTER).to_json())
+    for choice in (chunk["choices"][0], whole["choices"][0]):
+        assert (choice["text"], choice["finish_reason"]) == ("x", "abort")
+        assert choice["logprobs"]["token_logprobs"] == choice["logprobs"]["top_logprobs"] == [None, None]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == 2

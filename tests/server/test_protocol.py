@@ -436,6 +436,8 @@ def test_a_chat_may_use_all_the_context() -> None:
     assert chat(max_tokens=7, max_completion_tokens=7).sampling_params(DEFAULTS).max_tokens == 7
     with pytest.raises(ApiError, match=r"^max_completion_tokens is 6"):
         chat(max_tokens=5, max_completion_tokens=6)
+    with pytest.raises(ApiError, match=r"^max_completion_tokens is 0; allowed: an integer >= 1"):
+        chat(max_completion_tokens=0)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 2**70])

@@ -1,8 +1,11 @@
 """What SECURITY.md promises, where no other test shows it (each promise there names its test)."""
 
 import ast
+import contextlib
 import hmac
 import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,40 @@ def test_a_form_of_another_site_is_refused(parrot: ServerProcess) -> None:
         assert response.status_code == 415
     asked = parrot.client.options("/v1/completions", headers={"Origin": "https://x.example"})
     assert not any(name.startswith("access-control") for name in asked.headers)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+ENDLESS = {
+    "a header": HEAD + b"X-A: ",
+    "a path": b"GET /",
+    "headers": HEAD,
+    "trailers": HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_is_no_body_has_an_end(parrot: ServerProcess, what: str) -> None:
+    """Without a key, too: each piece of a long header costs the event loop a copy of all that there is of it."""
+    piece = b"X-B: b\r\n" * 1000 if what in ("headers", "trailers") else b"a" * 10_000
+    with socket.create_connection(("127.0.0.1", parrot.port), timeout=10) as connection:
+        connection.sendall(ENDLESS[what])
+        time.sleep(0.1)
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 50 * len(piece):
+                connection.sendall(piece)
+                num_sent += len(piece)
+                time.sleep(0.01)
+        assert 60_000 < num_sent < 300_000
+
+
+def test_long_heads_and_bodies_within_their_limits(parrot: ServerProcess) -> None:
+    headers = {"X-A": "a" * 40_000}
+    pieces = (b" " * 1000 for _ in range(500))
+    for body in ({}, {"content": pieces, "headers": headers}, {"content": b" " * 500_000, "headers": headers}):
+        response = parrot.client.request("POST", "/v1/completions", **body)
+        assert response.status_code in (400, 415)
+        assert parrot.client.get("/health", headers=headers).status_code == 200
 
 
 def test_security_md_names_tests_that_exist() -> None:

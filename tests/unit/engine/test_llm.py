@@ -24,7 +24,17 @@ from paxpage.engine.served_model import describe
 from paxpage.models.embedded import default_model_path
 from paxpage.models.loading import LoadOptions
 from paxpage.prompts import encode_text, render_chat
-from tests.helpers.engines import assert_idle, complete, greedy_params, ids, steps_in_flight, tokens, tokens_alone
+from tests.helpers.engines import (
+    Arrival,
+    assert_idle,
+    complete,
+    greedy_params,
+    ids,
+    serve,
+    steps_in_flight,
+    tokens,
+    tokens_alone,
+)
 from tests.helpers.fixtures import shelf, unchecked_types
 from tests.helpers.oracle import logits_of
 from tests.helpers.shelf import Limits, Shelf
@@ -154,6 +164,17 @@ def test_default_params_are_those_of_sampling_params(llm: LLM) -> None:
 def test_one_param_set_for_each_prompt_or_one_for_all(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"sampling_params is '2 of them'; allowed: one, or one for each of 4"):
         llm.generate([ids(prompt) for prompt in PROMPTS], [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_a_request_may_have_the_name_of_anothers_sample(llm: LLM) -> None:
+    arrivals = {
+        "a-1": Arrival(PROMPTS[0], GREEDY),
+        "a": Arrival(PROMPTS[1], dataclasses.replace(GREEDY, n=2)),
+    }
+    outputs = serve(llm.engine, arrivals)
+    found = {request_id: [sample.token_ids for sample in output.outputs] for request_id, output in outputs.items()}
+    one, two = tokens(llm, [PROMPTS[0]], GREEDY), tokens(llm, [PROMPTS[1]], GREEDY)
+    assert found == {"a-1": one, "a": 2 * two}
 
 
 def test_n_samples(llm: LLM) -> None:
