@@ -10,8 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from paxpage.server.async_engine import Prepared, StepEngine
 from paxpage.server.chat import prepare_chat
 from paxpage.server.completions import prepare_completion
-from paxpage.server.errors import from_value_error
-from paxpage.server.generation import ServerContext
+from paxpage.server.generation import ServerContext, refusal
 from paxpage.server.http import read_json_body
 from paxpage.server.protocol import ChatCompletionRequest, CompletionRequest, parse_body
 
@@ -23,17 +22,19 @@ async def explain_cache(context: ServerContext, http_request: Request) -> Respon
     "first_difference": null}, ...]}, ...]}, one entry for each full block; see LLM.explain_cache for the verdicts.
     """
     body = await read_json_body(http_request)
-    try:
-        prepared = await context.async_engine.prepare(functools.partial(_prepare, context, body), len(body))
-    except ValueError as error:
-        raise from_value_error(error, CompletionRequest.model_fields) from None
+    prepared = await context.async_engine.prepare(functools.partial(_prepare, context, body), len(body))
     return JSONResponse({"prompts": await context.async_engine.call(functools.partial(_explain_all, prepared))})
 
 
 def _prepare(context: ServerContext, body: bytes) -> list[Prepared]:
-    if _has_messages(body):
-        return prepare_chat(context, parse_body(ChatCompletionRequest, body), "explain")
-    return prepare_completion(context, parse_body(CompletionRequest, body), "explain")
+    is_chat = _has_messages(body)
+    request = parse_body(ChatCompletionRequest, body) if is_chat else parse_body(CompletionRequest, body)
+    try:
+        if isinstance(request, ChatCompletionRequest):
+            return prepare_chat(context, request, "explain")
+        return prepare_completion(context, request, "explain")
+    except ValueError as error:
+        raise refusal(error, request) from None
 
 
 def _has_messages(body: bytes) -> bool:

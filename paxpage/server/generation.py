@@ -115,15 +115,20 @@ async def open_stream(
     try:
         prepared = await context.async_engine.prepare(prepare, num_bytes)
     except ValueError as error:
-        refused = from_value_error(error, type(request).model_fields)
-        if refused.param == "structured_outputs":
-            refused.param = request.constraint_field
-        if refused.message.startswith("prompt "):
-            refused.param = request.prompt_field
-        if refused.param == "tools":  # the grammar was not the client's
-            refused.message = refused.message.replace("structured_outputs.grammar", "tools")
-        raise refused from None
+        raise refusal(error, request) from None
     return prepared, context.async_engine.open(prepared, arrival_time_s)
+
+
+def refusal(error: ValueError, request: GenerationRequest) -> ApiError:
+    """A 400 that names the fields as the client does."""
+    refused = from_value_error(error, type(request).model_fields)
+    if refused.param == "structured_outputs":
+        refused.param = request.constraint_field
+    if refused.message.startswith("prompt "):
+        refused.param = request.prompt_field
+    if refused.param == "tools":  # the grammar was not the client's
+        refused.message = refused.message.replace("structured_outputs.grammar", "tools")
+    return refused
 
 
 async def collect_outputs(context: ServerContext, http_request: Request, stream: OutputStream) -> list[RequestOutput]:

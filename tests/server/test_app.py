@@ -259,6 +259,21 @@ def test_a_chat_without_a_template_is_400(has_tokenizer: bool, stream: bool) -> 
     run(check())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/debug/explain_cache"])
+def test_what_is_wrong_with_a_chat_is_named_as_the_client_names_it(path: str) -> None:
+    async def check() -> None:
+        async with site(tokenizer=make_tokenizer()) as s:
+            for fields, param in (
+                ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages"),
+                ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+                ({"max_tokens": 0}, "max_tokens"),
+            ):
+                response = await s.post({**CHAT, **fields}, path)
+                assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+    run(check())
+
+
 def test_tools_are_refused_where_no_calls_are_parsed() -> None:
     async def check() -> None:
         tools = [{"type": "function", "function": {"name": "f"}}]
