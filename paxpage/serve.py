@@ -171,8 +171,13 @@ def run(options: ServeOptions) -> int:
 def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
     """Everything that needs JAX, which is imported here because it reads the environment."""
     from paxpage.engine.engine import is_out_of_memory
-    from paxpage.server import launch
 
+    try:
+        from paxpage.server import launch
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("paxpage"):
+            raise
+        return complain(f"{error.name} is not installed: the extra serve has it (paxpage[serve])", EXIT_FAILED)
     try:
         return launch.load_and_serve(options, bound, signals)
     except ValueError as error:

@@ -256,6 +256,15 @@ def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
     assert done.stderr == f"paxpage.serve: port {port} of 127.0.0.1 is in use; choose another with --port\n"
 
 
+@pytest.mark.parametrize("package", ["fastapi", "httptools"])
+def test_a_missing_extra_is_one_line_and_exit_code_1(package: str) -> None:
+    start = "from paxpage import serve; sys.exit(serve.main(['', '--port=0']))"
+    code = f"import sys; sys.modules[{package!r}] = None; {start}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"paxpage.serve: {package} is not installed: the extra serve has it (paxpage[serve])\n"
+
+
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 8000), ("no.such.host.invalid", 8000)])
 def test_an_address_of_another_machine_is_one_line_and_exit_code_1(host: str, port: int) -> None:
     command = [sys.executable, "-m", "paxpage.serve", f"--host={host}", f"--port={port}"]
