@@ -83,7 +83,8 @@ def build_engine(
         count_blocks = functools.partial(_num_blocks, config, limits, served, plan, set_aside)
         early: ModelRunner | None = None
         if compiler.pool is not None:
-            expected = _expected_blocks(count_blocks, served if params is None else None)
+            is_settled = config.num_blocks is not None or params is not None
+            expected = count_blocks() if is_settled else _expected_blocks(count_blocks, served)
             early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan, if_it_fails)
         loading_tokenizer = pool.submit(served.loader.load_tokenizer)
         loading = pool.submit(served.loader.load, loading_tokenizer)
@@ -215,13 +216,9 @@ def _num_blocks(
     return memory.num_blocks_that_fit(bytes_per_block, set_aside, share, most_useful, coming_bytes)
 
 
-def _expected_blocks(count: Callable[..., int], coming: ServedModel | None) -> int:
-    """How many blocks will most likely fit once a model's weights, if they are still to come, are there."""
-    if coming is None:
-        return count()
-    num_blocks = count(registry.num_bytes(coming.abstract_params) + COMING_MARGIN)
-    does_not_depend = num_blocks == count()  # but was chosen, or is a CPU's
-    return num_blocks if does_not_depend else max(2, int(COMING_SHARE * num_blocks))
+def _expected_blocks(count: Callable[[int], int], coming: ServedModel) -> int:
+    """How many blocks will most likely fit once a model's weights, which are still to come, are there."""
+    return max(2, int(COMING_SHARE * count(registry.num_bytes(coming.abstract_params) + COMING_MARGIN)))
 
 
 def _begin_early(
