@@ -136,25 +136,24 @@ def best(candidates: Candidates, num_rows: int, layout: HeadLayout) -> tuple[Any
         for config, loop in zip(configs, loops, strict=True)
         if loop is not None
     }
-    return choice(timed, candidates.default) if timed else None
+    if not timed:
+        return None
+    config = choice(timed, candidates.default)
+    others = rounded(timed.get(candidates.default, []))
+    tqdm.write(f"{config} {rounded(timed[config])} us, decode_config's {others}")
+    return config, sum(timed[config]) / len(timed[config])
 
 
-def choice(timed: dict[Any, list[float]], default: Any) -> tuple[Any, float]:
-    """Of configurations and their times in each batch, the fastest and its mean time.
+def choice(timed: dict[Any, list[float]], default: Any) -> Any:
+    """Of configurations and their times in each batch, the fastest.
 
     The default where nothing is clearly faster over all batches without being slower in one.
     """
-    config = min(timed, key=lambda config: sum(timed[config]))
-    if default in timed:
-        never_slower = [
-            config
-            for config, times in timed.items()
-            if all(time <= NOISE * most for time, most in zip(times, timed[default], strict=True))
-        ]
-        config = min(never_slower, key=lambda config: sum(timed[config]))
-        config = config if sum(timed[config]) < GAIN * sum(timed[default]) else default
-    tqdm.write(f"{config} {rounded(timed[config])} us, decode_config's {rounded(timed.get(default, []))}")
-    return config, sum(timed[config]) / len(timed[config])
+    most = [NOISE * time for time in timed[default]] if default in timed else [float("inf")]
+    never_slower = {config: sum(times) for config, times in timed.items() if np.all(np.asarray(times) <= most)}
+    config = min(never_slower, key=lambda config: never_slower[config])
+    is_clear = default not in timed or never_slower[config] < GAIN * never_slower[default]
+    return config if is_clear else default
 
 
 def rounded(times: list[float]) -> list[float]:

@@ -42,12 +42,12 @@ def test_entries_that_were_not_found_anew_stay(tmp_path: pathlib.Path, monkeypat
 
 def test_tiles_that_are_slower_anywhere_do_not_replace_decode_configs() -> None:
     timed = {"default": [10.0, 10.0], "faster": [9.0, 10.05], "fastest, but not everywhere": [2.0, 10.2]}
-    assert autotune.choice(timed, "default") == ("faster", pytest.approx(9.525))
+    assert autotune.choice(timed, "default") == "faster"
 
 
 def test_a_gain_that_may_be_noise_changes_nothing() -> None:
-    assert autotune.choice({"default": [10.0, 10.0], "faster": [9.8, 9.9]}, "default") == ("default", 10.0)
+    assert autotune.choice({"default": [10.0, 10.0], "faster": [9.8, 9.9]}, "default") == "default"
 
 
 def test_where_decode_configs_tiles_do_not_compile_the_fastest_are_taken() -> None:
-    assert autotune.choice({"a": [10.0, 10.0], "b": [9.0, 9.0]}, "default") == ("b", 9.0)
+    assert autotune.choice({"a": [10.0, 10.0], "b": [9.0, 9.0]}, "default") == "b"
