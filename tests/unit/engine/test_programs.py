@@ -27,6 +27,7 @@ from paxpage.engine.step import temporary_bytes
 from tests.helpers.engines import assert_idle, ids, tokens
 from tests.helpers.fixtures import shelf, unchecked_types
 from tests.helpers.shelf import Limits, Shelf
+from tests.helpers.stops import StopsAt
 
 __all__ = ["shelf", "unchecked_types"]
 
@@ -72,17 +73,11 @@ def gate() -> Iterator[Gate]:
 def test_no_more_are_waited_for_than_are_wanted(gate: Gate) -> None:
     programs = Programs()
     gate.opened.set()
-    times: list[int] = []
-
-    def stop_at_the_third() -> None:
-        times.append(1)
-        if len(times) == 3:
-            raise ValueError("no more")
-
+    go_on = StopsAt(3)
     with pytest.raises(ValueError, match="no more"):
-        programs.compile(gate.jobs(*range(50)), show_progress=False, go_on=stop_at_the_third)
+        programs.compile(gate.jobs(*range(50)), show_progress=False, go_on=go_on)
     programs.join()
-    assert len(times) == 3 and len(gate.counts) < 50 and programs.ended.done()
+    assert go_on.num_calls == 3 and len(gate.counts) < 50 and programs.ended.done()
 
 
 def fail() -> jax.stages.Compiled:

@@ -21,6 +21,7 @@ from paxpage.models.gguf_files import open_gguf
 from paxpage.models.gguf_tokenizer import gguf_tokenizer
 from paxpage.models.loading import LoadOptions, load_model, load_params, load_tokenizer, open_model, resolve_dtype
 from paxpage.models.orbax_files import CONFIG_NAME, PARAMS_NAME, save_params
+from tests.helpers.stops import StopsAt
 from tests.unit.models.checkpoints import SIZES
 from tests.unit.models.conftest import Saver
 from tests.unit.models.test_checkpoint import copy_of
@@ -208,19 +209,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model(
 
 def test_weights_are_read_no_further_than_they_are_wanted(saved: Saver) -> None:
     source = open_model(str(saved(LLAMA)), QUIET)
-    times: list[int] = []
-
-    def stop_at_the_third() -> None:
-        times.append(1)
-        if len(times) == 3:
-            raise ValueError("no more")
-
+    go_on = StopsAt(3)
     with pytest.raises(ValueError, match="no more"):
-        load_params(source, stop_at_the_third)
-    assert len(times) == 3
-    times += [1]
-    load_params(source, stop_at_the_third)
-    assert len(times) > 6
+        load_params(source, go_on)
+    assert go_on.num_calls == 3
+    load_params(source, go_on)
+    assert go_on.num_calls > 6
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
