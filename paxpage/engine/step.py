@@ -28,9 +28,9 @@ CUBLAS_FROM = 64
 # XLA times cuBLAS's algorithms as before, but does not compare what they give with each other (that is level 4), which
 # took half of a cold start of 1B (BUILD_NOTES.md, 2026-11-30). Triton's, which it compiles itself, it still compares.
 CUBLAS_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 3}
-# Of everything but steps XLA takes its first choice of kernels. Timing them would hold up the requests that are served
-# meanwhile, or those of a start that timed too; it takes device memory while free memory is counted; and a sampler
-# would round now like this and now like that.
+# Of samplers and other small programs XLA takes its first choice of kernels. Timing them may hold up the requests that
+# are served meanwhile, takes device memory while free memory is counted, and lets a sampler round now like this and
+# now like that.
 UNTIMED_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # Of mixed steps XLA is to make no CUDA graph. Their arrays lie elsewhere each time, and patching a graph takes the host
 # longer than launching its kernels one by one, which goes on while the first ones run (BUILD_NOTES.md, 2026-11-30).
