@@ -6,7 +6,8 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from absl import flags
 
@@ -19,6 +20,11 @@ from paxpage.server.options import API_KEY_VARIABLE, MAX_NUM_QUEUED_REQS, SHUTDO
 from paxpage.server.signals import SignalWatcher, end_process
 
 PROGRAM = "paxpage.serve"
+# Whoever wants Python's lock waits so long while another thread computes in Python; 5 ms is Python's own choice. A step
+# takes the lock several times: beside two threads that trace what is compiled behind the first requests, 8 rows of 1B
+# took 33 ms a step on an H200, and 2.4 with this (BUILD_NOTES.md, 2026-11-30; 1.0 beside none).
+SWITCH_INTERVAL_S = 0.2e-3
+
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 MORE_MEMORY = "Lower --num_blocks, --gpu_memory_utilization, --max_num_seqs or --max_model_len, or take a smaller model"
@@ -146,11 +152,14 @@ def read_chat_template(value: str) -> str:
 
 
 def prepare_environment() -> None:
-    """Sets what JAX and the tokenizers read from the environment once, at their import. What is set already stays."""
+    """Sets what JAX and the tokenizers look at once, at their import. What is set already stays."""
     # The engine sizes its cache from the device's bytes_limit, which should be the whole device's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Where PyTorch is installed, transformers imports it before it reads a tokenizer: seconds of a start, mostly under
+    # Python's lock (BUILD_NOTES.md, 2026-11-30), for nothing that this process uses. So it is not to be found in it.
+    sys.modules.setdefault("torch", cast(ModuleType, None))
 
 
 def run(options: ServeOptions) -> int:
@@ -158,6 +167,7 @@ def run(options: ServeOptions) -> int:
     signals = SignalWatcher()
     signals.start()
     set_up_logging(options.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     prepare_environment()
     allow_many_connections()
     try:

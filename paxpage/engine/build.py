@@ -23,8 +23,9 @@ from paxpage.engine.executables import Compiler, open_compiler
 from paxpage.engine.model_runner import SHARING_BUCKETS, ModelRunner, step_shapes
 from paxpage.engine.params_check import SAMPLER_LOGPROBS
 from paxpage.engine.sampling_params import ALL_LOGPROBS
-from paxpage.engine.served_model import Loaded, Model, ServedModel, describe, raise_if_failed
+from paxpage.engine.served_model import Model, ServedModel, describe, raise_if_failed
 from paxpage.models import registry
+from paxpage.models.generation import with_tokenizer
 from paxpage.models.loading import LoadOptions
 from paxpage.models.registry import Params
 
@@ -69,8 +70,7 @@ def build_engine(
 
     model: a path or hub name; a ModelConfig (with params); or an NNX module that meets models.protocol. params: a
     pytree in the layout of registry.abstract_params, used without a copy in place of the checkpoint's. tokenizer: a
-    path, or a transformers tokenizer. Everything a user may have got wrong raises ValueError before compiling; but what
-    only reading a tokenizer shows does so when that, and reading the weights, have begun: it soon ends them.
+    path, or a transformers tokenizer. ValueError for what a user got wrong: at once, or soon if a tokenizer shows it.
     """
     use_persistent_cache(config.compilation_cache_dir)
     served = describe(model, params, tokenizer, _options(config, options or LoadOptions(), show_progress))
@@ -87,20 +87,22 @@ def build_engine(
             expected = count_blocks() if is_settled else _expected_blocks(count_blocks, served)
             early = _begin_early(_make_runner(config, served, plan, expected, compiler), served, plan, if_it_fails)
         loading_tokenizer = pool.submit(served.loader.load_tokenizer)
-        loading = pool.submit(served.loader.load, loading_tokenizer)
+        go_on = functools.partial(raise_if_failed, loading_tokenizer)
+        loading = pool.submit(served.loader.load_params, go_on)
         if _platform() == "gpu":
             loading.result()  # first: the cache gets what the weights leave, and timing kernels wants a quiet device
         num_blocks = _settled(early, count_blocks)
         runner = _right_runner(early, num_blocks) or _make_runner(config, served, plan, num_blocks, compiler)
         limits = _fit(config, limits, runner.num_blocks)
         allocating = pool.submit(runner.reset)
-        runner.warm_up(show_progress=show_progress, go_on=functools.partial(raise_if_failed, loading_tokenizer))
+        runner.warm_up(show_progress=show_progress, go_on=go_on)
         allocating.result()
-        runner.set_params(loading.result().params)
+        runner.set_params(loading.result())
         _check_temporaries(runner, set_aside)
         runner.rehearse()
+        tokenizer = loading_tokenizer.result()
         if_it_fails.pop_all()
-    engine = _make_engine(runner, config, limits, served.name, loading.result())
+    engine = _make_engine(runner, config, limits, served, tokenizer)
     runner.warm_up_behind()
     logger.info(start_up_line(engine))
     return engine
@@ -113,17 +115,17 @@ def _options(config: EngineConfig, options: LoadOptions, show_progress: bool) ->
 
 
 def _make_engine(
-    runner: ModelRunner, config: EngineConfig, limits: SchedulerConfig, name: str, loaded: Loaded
+    runner: ModelRunner, config: EngineConfig, limits: SchedulerConfig, served: ServedModel, tokenizer: Any
 ) -> Engine:
     is_async = _platform() == "gpu" if config.async_scheduling is None else config.async_scheduling
     return Engine(
         runner,
         config,
         limits,
-        tokenizer=loaded.tokenizer,
-        generation=loaded.generation,
+        tokenizer=tokenizer,
+        generation=with_tokenizer(served.loader.generation, tokenizer),
         vocab_size=runner.vocab_size,
-        model_name=name,
+        model_name=served.name,
         is_async=is_async,
     )
 

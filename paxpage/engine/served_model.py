@@ -14,8 +14,8 @@ from paxpage.config import ModelConfig, require
 from paxpage.engine import step
 from paxpage.models import registry
 from paxpage.models.checkpoint import check_params
-from paxpage.models.generation import GenerationDefaults, with_tokenizer
-from paxpage.models.loading import LoadOptions, ModelSource, load_params, load_tokenizer, open_model
+from paxpage.models.generation import GenerationDefaults
+from paxpage.models.loading import LoadOptions, load_params, load_tokenizer, open_model
 from paxpage.models.protocol import CausalLM, KVSpec
 from paxpage.models.registry import Params
 
@@ -24,19 +24,12 @@ DEFAULT_MODULE_LEN = 2048  # max_model_len of a module that names no max_positio
 Model = str | ModelConfig | nnx.Module
 
 
-class Loaded(NamedTuple):
-    """What takes time to come by."""
-
-    params: Params
-    tokenizer: Any  # a transformers tokenizer, or None
-    generation: GenerationDefaults
-
-
 class Loader(NamedTuple):
     """Functions that bring what takes time, to run side by side."""
 
     load_tokenizer: Callable[[], Any]  # a transformers tokenizer, or None: seconds of imports and parsing
-    load: Callable[[Future[Any]], Loaded]  # given what load_tokenizer will give; soon at its end if that fails
+    load_params: Callable[[Callable[[], None]], Params]  # given what it calls now and then; that may end it by raising
+    generation: GenerationDefaults  # as the model's files have them; see with_tokenizer
 
 
 class ServedModel(NamedTuple):
@@ -73,16 +66,10 @@ def _from_files(model: str, params: Params | None, tokenizer: Any, options: Load
     dtype = source.dtype if params is None else _dtype_of(params)
     loader = Loader(
         lambda: load_tokenizer(source) if tokenizer is None else tokenizer,
-        lambda loading_tokenizer: _load(source, params, loading_tokenizer),
+        functools.partial(load_params, source) if params is None else lambda go_on: params,
+        source.generation,
     )
     return _from_config(source.name, source.config, dtype, params, loader)
-
-
-def _load(source: ModelSource, params: Params | None, loading_tokenizer: Future[Any]) -> Loaded:
-    go_on = functools.partial(raise_if_failed, loading_tokenizer)
-    params = load_params(source, go_on) if params is None else params
-    tokenizer = loading_tokenizer.result()
-    return Loaded(params, tokenizer, with_tokenizer(source.generation, tokenizer))
 
 
 def raise_if_failed(work: Future[Any]) -> None:
@@ -93,8 +80,7 @@ def raise_if_failed(work: Future[Any]) -> None:
 
 def _loader_of(params: Params, tokenizer: Any) -> Loader:
     """What is there already."""
-    loaded = Loaded(params, tokenizer, GenerationDefaults())
-    return Loader(lambda: tokenizer, lambda loading_tokenizer: loaded)
+    return Loader(lambda: tokenizer, lambda go_on: params, GenerationDefaults())
 
 
 def _from_config(name: str, config: ModelConfig, dtype: str, params: Params | None, loader: Loader) -> ServedModel:

@@ -17,7 +17,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_TORCH = str(Path(__file__).parent / "without_torch")
 START_TIMEOUT_S = 180.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -38,10 +37,6 @@ def wait_until(is_true: Callable[[], Any], timeout_s: float = 10.0, *, every_s: 
     return value
 
 
-def _with_path(folder: str) -> str:
-    return os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-
-
 class ServerProcess:
     """`python -m paxpage.serve` (or another command) on a free port, with its output in a file."""
 
@@ -60,7 +55,7 @@ class ServerProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _with_path(WITHOUT_TORCH), **(env or {})},
+            env={**os.environ, **(env or {})},
             process_group=0,  # of its own, to see what it leaves behind
         )
         self.client = httpx.Client(base_url=self.url, timeout=60)

@@ -1,5 +1,6 @@
 """The command line, up to the point where JAX would be imported."""
 
+import importlib.util
 import json
 import re
 import socket
@@ -263,6 +264,14 @@ def test_a_missing_extra_is_one_line_and_exit_code_1(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"paxpage.serve: {package} is not installed: the extra serve has it (paxpage[serve])\n"
+
+
+def test_a_server_imports_no_torch_with_its_tokenizer() -> None:
+    """It is installed here, for the oracles; transformers would import it, which takes seconds."""
+    imports = "from paxpage import serve; serve.prepare_environment(); from transformers import AutoTokenizer"
+    code = f"import sys; {imports}; print(*(name for name in sys.modules if name.startswith('torch')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch\n" and importlib.util.find_spec("torch") is not None
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 8000), ("no.such.host.invalid", 8000)])

@@ -20,7 +20,7 @@ import pytest
 from paxpage import LLM, EngineConfig, SamplingParams
 from paxpage.engine import build, kv_cache, step
 from paxpage.engine.engine import Group
-from paxpage.engine.served_model import describe
+from paxpage.engine.served_model import describe, raise_if_failed
 from paxpage.models.embedded import default_model_path
 from paxpage.models.loading import LoadOptions
 from paxpage.prompts import encode_text, render_chat
@@ -116,11 +116,11 @@ def test_weights_are_not_read_for_a_tokenizer_that_failed(shelf: Shelf, capfd: p
     failed: Future[Any] = Future()
     failed.set_exception(ValueError("no tokenizer"))
     with pytest.raises(ValueError, match="no tokenizer"):
-        loader.load(failed)
+        loader.load_params(functools.partial(raise_if_failed, failed))
     assert "0.00/" in capfd.readouterr().err
     failed = Future()
     failed.set_result(None)
-    assert loader.load(failed).params and "100%" in capfd.readouterr().err
+    assert loader.load_params(functools.partial(raise_if_failed, failed)) and "100%" in capfd.readouterr().err
 
 
 def test_the_text_is_that_of_the_tokens(text_llm: LLM) -> None:
