@@ -31,9 +31,9 @@ from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
-# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3.25 for an H200, compiled without the device
-# (BUILD_NOTES.md, 2026-11-30), 7 on a CPU.
-SAMPLING_ARRAYS = 10
+# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3 for an H200, compiled without the device, 8 on
+# a CPU (BUILD_NOTES.md, 2026-11-30).
+SAMPLING_ARRAYS = 11
 COMING_MARGIN = 64 * memory.MIB  # over the weights' own bytes, for what loading leaves,
 COMING_SHARE = 0.997  # and of the blocks that then fit: 8B once left 64 to 320 MiB less (BUILD_NOTES.md, 2026-11-30)
 FEWEST_OF_FITTING = 0.99  # of the blocks that fit: fewer are not worth lowering the steps again

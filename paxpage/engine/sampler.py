@@ -1,18 +1,13 @@
-"""Logits to tokens, on the device, every row by its own options.
-
-top_k and top_p look for a threshold instead of sorting the vocabulary: float32 values are mapped to unsigned integers
-of the same order, and the largest threshold that keeps enough is found bit by bit, 32 passes over the row. Ties with
-the last kept token stay.
-"""
+"""Logits to tokens, on the device, every row by its own options. Nothing is sorted."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from pallas_kernels import top_k_top_p_draw
 from paxpage.engine.batch import BANNED_ALWAYS, IS_NO_BAN, NO_TOKEN, AdjustedRows, AdjustedTokens, SamplingInputs
 
 # What a banned token's logit becomes: it is never drawn beside any other, but if all are banned one of them is, and
@@ -128,12 +123,13 @@ def draw(logits: Logits, inputs: SamplingInputs) -> Int[Array, " num_rows"]:
     temperature = jnp.where(inputs.temperature == 0, 1, inputs.temperature)[:, None]
     # Less the maximum first: no temperature can then overflow.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    kept = keep_top_k(scaled, inputs.top_k)
-    kept = keep_top_p(kept, inputs.top_p)
-    kept = jnp.where(kept >= jnp.log(inputs.min_p)[:, None], kept, -jnp.inf)
     make_noise = jax.vmap(functools.partial(gumbel, size=logits.shape[1]))
     noise = make_noise(inputs.seed_low, inputs.seed_high, inputs.position)
-    return jnp.argmax(kept + noise, axis=-1)
+    noisy = jnp.where(scaled >= jnp.log(inputs.min_p)[:, None], scaled + noise, -jnp.inf)
+    # What is drawn for a greedy row is not looked at: it is to cost nothing.
+    is_greedy = inputs.temperature == 0
+    top_k, top_p = jnp.where(is_greedy, NO_TOKEN, inputs.top_k), jnp.where(is_greedy, 1, inputs.top_p)
+    return top_k_top_p_draw(scaled, noisy, top_k, top_p)
 
 
 def gumbel(
@@ -144,43 +140,6 @@ def gumbel(
     for value in (seed_low, seed_high, position):
         key = jax.random.fold_in(key, jax.lax.bitcast_convert_type(value, jnp.uint32))
     return jax.random.gumbel(key, (size,), jnp.float32)
-
-
-def keep_top_k(logits: Logits, top_k: Int[Array, " num_rows"]) -> Logits:
-    """-inf but for the top_k largest of each row."""
-    keys = ordered_keys(logits)
-    threshold = largest_key(keys, lambda is_kept: jnp.sum(is_kept, axis=-1) >= jnp.minimum(top_k, logits.shape[1]))
-    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
-
-
-def keep_top_p(logits: Logits, top_p: Float[Array, " num_rows"]) -> Logits:
-    """-inf but for the fewest largest of each row whose probabilities reach top_p; rows with top_p 1 stay whole."""
-    keys = ordered_keys(logits)
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    enough = top_p * jnp.sum(weights, axis=-1)
-    threshold = largest_key(keys, lambda is_kept: jnp.sum(jnp.where(is_kept, weights, 0), axis=-1) >= enough)
-    is_kept = (keys >= threshold[:, None]) | (top_p >= 1)[:, None]
-    return jnp.where(is_kept, logits, -jnp.inf)
-
-
-def ordered_keys(values: Logits) -> UInt[Array, "num_rows vocab_size"]:
-    """uint32 keys in the order of the float32 values (sign bit flipped, negatives inverted)."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    is_negative = bits >> 31 == 1
-    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def largest_key(
-    keys: UInt[Array, "num_rows vocab_size"],
-    is_enough: Callable[[Bool[Array, "num_rows vocab_size"]], Bool[Array, " num_rows"]],
-) -> UInt[Array, " num_rows"]:
-    """The largest threshold t for which {keys >= t} is enough; 0 if nothing is. Set bit by bit from the highest."""
-
-    def body(index: Int[Array, ""], found: UInt[Array, " num_rows"]) -> UInt[Array, " num_rows"]:
-        candidate = found | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, found)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
 def describe(logits: Logits, token_ids: Int[Array, " num_rows"], num_top: int | None) -> tuple[Array, ...]:

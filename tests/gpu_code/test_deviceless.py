@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from pallas_kernels.paged_attention.cascade import MAX_PIECES
+from paxpage.engine.build import sampling_bytes
+from tests.gpu_code.compile_sampler import VOCAB_SIZE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
@@ -25,6 +27,7 @@ SPILLED_BYTES = {
     "shared": {"prefixes": 0, "decode": 0},
     "unshared": {"decode": 0, "prefill": 60},
 }
+SAMPLER_OPERATIONS = 11  # kernels that a draw for any number of rows takes
 SPILLED = re.compile(r"Function properties for paged_attention_(\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores")
 
 
@@ -120,3 +123,17 @@ def test_what_another_process_lowered_compiles(
     (sent,) = compile_steps(SHAPES[kind], tmp_path, "2sent")
     assert sent.pop("num_changes_of_options") == 0 and two["num_changes_of_options"] >= 2
     assert sent == {name: value for name, value in two.items() if name != "num_changes_of_options"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 256])
+def test_a_draw_is_a_few_kernels_without_a_loop_among_them(num_rows: int) -> None:
+    """None of which spills registers. A loop of XLA's would launch kernels in every turn."""
+    need_compiler()
+    flags = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{CUDA_WHEELS}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.gpu_code.compile_sampler", str(num_rows)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stats = json.loads(done.stdout)
+    assert stats["num"] <= SAMPLER_OPERATIONS and stats["num_other"] == 0, stats
+    assert stats["temp_bytes"] <= sampling_bytes(num_rows, VOCAB_SIZE), stats

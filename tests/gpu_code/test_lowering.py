@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import add_rms_norm, kv_cache_write, paged_attention
+from pallas_kernels import add_rms_norm, kv_cache_write, paged_attention, top_k_top_p_draw
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
@@ -55,6 +55,14 @@ def test_add_rms_norm_lowers(size: int, dtype: str, has_delta: bool) -> None:
     norm = functools.partial(add_rms_norm, eps=1e-5, backend="triton")
     text = lower_for_cuda(norm, (rows, rows if has_delta else None, array((size,), dtype)))
     assert ("add_rms_norm" if has_delta else "rms_norm") in text
+
+
+@pytest.mark.parametrize("vocab_size", [1, 49152, 128256])
+def test_top_k_top_p_draw_lowers(vocab_size: int) -> None:
+    rows = array((7, vocab_size), "float32")
+    draw = functools.partial(top_k_top_p_draw, backend="triton")
+    text = lower_for_cuda(draw, (rows, rows, array((7,), "int32"), array((7,), "float32")))
+    assert "top_k_top_p_draw" in text
 
 
 @pytest.mark.parametrize("architecture", list(registry.ARCHITECTURES))

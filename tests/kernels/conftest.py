@@ -9,14 +9,16 @@ TEST_BACKENDS = ("reference", "triton_interpret")  # what others are measured by
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of `backend` runs on each of BACKENDS: one that is added there inherits the suite.
+    """A test of `backend` runs on each of its module's BACKENDS: one that is added to them inherits the suite.
 
-    A test of `serving_backend` leaves out those that only tests use.
+    A test of `serving_backend` leaves out those that only tests use. Modules that name no BACKENDS are about
+    paged_attention.
     """
     # Imported here: the root conftest gives JAX its settings after this file has been read.
-    from pallas_kernels.paged_attention.api import BACKENDS
+    from pallas_kernels.paged_attention import api
 
-    kinds = {"backend": sorted(BACKENDS), "serving_backend": sorted(set(BACKENDS) - set(TEST_BACKENDS))}
+    backends = getattr(metafunc.module, "BACKENDS", api.BACKENDS)
+    kinds = {"backend": sorted(backends), "serving_backend": sorted(set(backends) - set(TEST_BACKENDS))}
     for argument in kinds.keys() & set(metafunc.fixturenames):
         marks = {name: [pytest.mark.gpu] if name in GPU_BACKENDS else [] for name in kinds[argument]}
         metafunc.parametrize(argument, [pytest.param(name, marks=found) for name, found in marks.items()])

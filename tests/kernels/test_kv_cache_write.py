@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kv_cache_write
+from pallas_kernels.kv_cache_write import api
+
+BACKENDS = api.BACKENDS
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 3, 9, 3, 16, 40
 SHAPE = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)

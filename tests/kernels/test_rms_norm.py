@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
+from pallas_kernels.rms_norm import api
+
+BACKENDS = api.BACKENDS
 
 SIZES = [64, 96, 576, 2048, 4096]
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2e-2}

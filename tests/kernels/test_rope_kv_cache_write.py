@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import rope_kv_cache_write
+from pallas_kernels.rope_kv_cache_write import api
+
+BACKENDS = api.BACKENDS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_TOKENS = 2, 6, 16, 13
 HEADS = [(9, 3, 64), (4, 4, 16), (5, 1, 80), (6, 2, 96), (7, 7, 40), (32, 8, 128), (8, 1, 256)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.top_k_top_p import xla
 from paxpage.engine import sampler
 from paxpage.engine.batch import MAX_SUPPRESSED, NO_TOKEN, SamplingInputs, pack_sampling
 from paxpage.engine.request import Request
@@ -148,7 +149,7 @@ TIED = np.array([2, 5, 5, 1, 5, 0, 2, 2, -3, -3], np.float32)
     ("top_k", "expected"), [(1, {1, 2, 4}), (3, {1, 2, 4}), (4, {0, 1, 2, 4, 6, 7}), (7, {0, 1, 2, 3, 4, 6, 7})]
 )
 def test_ties_with_the_last_of_top_k_stay(top_k: int, expected: set[int]) -> None:
-    kept = sampler.keep_top_k(jnp.asarray(TIED[None]), jnp.array([top_k]))
+    kept = xla.keep_top_k(jnp.asarray(TIED[None]), jnp.array([top_k]))
     assert set(np.flatnonzero(np.isfinite(kept[0])).tolist()) == expected
 
 
@@ -156,7 +157,7 @@ def test_ties_with_the_last_of_top_k_stay(top_k: int, expected: set[int]) -> Non
     ("top_p", "expected"), [(0.1, {1, 2, 4}), (0.33, {1, 2, 4}), (0.9, {1, 2, 4}), (0.97, {0, 1, 2, 4, 6, 7})]
 )
 def test_ties_with_the_last_of_top_p_stay(top_p: float, expected: set[int]) -> None:
-    kept = sampler.keep_top_p(jnp.asarray(TIED[None]), jnp.array([top_p]))
+    kept = xla.keep_top_p(jnp.asarray(TIED[None]), jnp.array([top_p]))
     assert set(np.flatnonzero(np.isfinite(kept[0])).tolist()) == expected
 
 
@@ -170,8 +171,8 @@ def test_ties_with_min_p_stay() -> None:
 def test_kept_logits_are_untouched() -> None:
     logits = jnp.asarray(random_logits(4))
     for kept in (
-        sampler.keep_top_k(logits, jnp.array([1, 3, 40, 99])),
-        sampler.keep_top_p(logits, jnp.array([0.1, 0.5, 0.9, 1])),
+        xla.keep_top_k(logits, jnp.array([1, 3, 40, 99])),
+        xla.keep_top_p(logits, jnp.array([0.1, 0.5, 0.9, 1])),
     ):
         assert bool(jnp.all((kept == logits) | (kept == -jnp.inf)))
         assert bool(jnp.all(jnp.max(kept, axis=1) == jnp.max(logits, axis=1)))
@@ -180,7 +181,7 @@ def test_kept_logits_are_untouched() -> None:
 def test_a_top_p_of_one_keeps_even_what_a_sum_of_floats_does_not_feel() -> None:
     logits = np.full((4, VOCAB_SIZE), -80, np.float32)
     logits[:, :3] = 0, -1, -40
-    kept = sampler.keep_top_p(jnp.asarray(logits), jnp.array([1.0, 0.999999, 0.7, 1.0]))
+    kept = xla.keep_top_p(jnp.asarray(logits), jnp.array([1.0, 0.999999, 0.7, 1.0]))
     assert np.isfinite(kept).sum(axis=1).tolist() == [VOCAB_SIZE, 2, 1, VOCAB_SIZE]
 
 
@@ -194,7 +195,7 @@ def test_top_p_after_top_k_counts_only_what_is_left() -> None:
 
 def test_keys_are_in_the_order_of_the_floats() -> None:
     values = np.array([-np.inf, -3e38, -2.0, -1e-30, 0.0, 1e-30, 1.5, 1.5000001, 3e38, np.inf], np.float32)
-    keys = np.asarray(sampler.ordered_keys(jnp.asarray(values[None])))[0]
+    keys = np.asarray(xla.ordered_keys(jnp.asarray(values[None])))[0]
     assert (np.diff(keys.astype(np.int64)) > 0).all()
 
 
