@@ -1,10 +1,12 @@
 """The command line of the server: python -m paxpage.serve."""
 
+import contextlib
 import dataclasses
 import errno
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
@@ -82,7 +84,7 @@ HELP_END = (
     "  HF_HOME, HF_HUB_OFFLINE          where models of the hub are kept; 1: fetch none",
     "",
     "exit codes:",
-    "  0 ended by a signal, after the requests that ran   1 the address is taken, memory is short, or the engine died",
+    "  0 ended by a signal, after the requests that ran   1 no such address, device or memory; the engine died",
     "  2 a flag, the config file or the model is refused  130, 143 a signal before it was ready, or a second one",
 )
 
@@ -180,6 +182,9 @@ def run(options: ServeOptions) -> int:
 
 def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalWatcher) -> int:
     """Everything that needs JAX, which is imported here because it reads the environment."""
+    import jax
+
+    threading.Thread(target=begin_device, args=(jax,), name="device", daemon=True).start()
     from paxpage.engine.engine import is_out_of_memory
 
     try:
@@ -188,6 +193,10 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         if error.name is None or error.name.startswith("paxpage"):
             raise
         return complain(f"{error.name} is not installed: the extra serve has it (paxpage[serve])", EXIT_FAILED)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        return complain(error, EXIT_FAILED)
     try:
         return launch.load_and_serve(options, bound, signals)
     except ValueError as error:
@@ -200,6 +209,12 @@ def load_and_serve(options: ServeOptions, bound: socket.socket, signals: SignalW
         if not is_out_of_memory(error):
             raise
         return complain(f"{error} {MORE_MEMORY}", EXIT_FAILED)
+
+
+def begin_device(jax: ModuleType) -> None:
+    """Has JAX look for its devices, half a second of a GPU's driver, while the rest is imported."""
+    with contextlib.suppress(Exception):  # who asks next is told
+        jax.devices()
 
 
 def address_problem(options: ServeOptions, error: OSError) -> str:

@@ -31,7 +31,7 @@ from paxpage.models.registry import Params
 
 logger = logging.getLogger(__name__)
 
-# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3 for an H200, compiled without the device, 8 on
+# Of a step's logits' size: they, the adjusted ones, and a sampler's own: 3 for an H200, compiled without one, 8 on
 # a CPU (BUILD_NOTES.md, 2026-11-30).
 SAMPLING_ARRAYS = 11
 COMING_MARGIN = 64 * memory.MIB  # over the weights' own bytes, for what loading leaves,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import socket
 import subprocess
@@ -264,6 +265,14 @@ def test_a_missing_extra_is_one_line_and_exit_code_1(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"paxpage.serve: {package} is not installed: the extra serve has it (paxpage[serve])\n"
+
+
+def test_a_device_that_is_not_there_is_one_line_and_exit_code_1() -> None:
+    command, env = [sys.executable, "-m", "paxpage.serve", "--port=0"], {**os.environ, "JAX_PLATFORMS": "nonsense"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith("paxpage.serve: Unable to initialize backend 'nonsense'")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_server_imports_no_torch_with_its_tokenizer() -> None:
