@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from flax import nnx
 
 from paxpage import LLM, ModelConfig, SamplingParams
@@ -119,6 +121,24 @@ def test_a_params_pytree_is_served_where_it_lies() -> None:
         assert _pointers(llm.engine.runner.params) == before
         assert len(tokens(llm, [[1, 2, 3]], greedy_params(5))[0]) == 5
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def _word_tokenizer(eos_token_id: int) -> Any:
+    """A word for each token of CONFIG's."""
+    words = {f"w{token_id}": token_id for token_id in range(CONFIG.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{eos_token_id}")
+
+
+def test_the_tokenizers_end_of_sequence_ends_what_params_in_memory_say() -> None:
+    params, limits = _random_params(), {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    with LLM(CONFIG, params=params, **limits, show_progress=False) as llm:
+        (unended,) = tokens(llm, [[1, 2, 3]], greedy_params(5))
+    eos = unended[2]
+    with LLM(CONFIG, params=params, tokenizer=_word_tokenizer(eos), **limits, show_progress=False) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=5))
+    assert output.outputs[0].token_ids == unended[: unended.index(eos) + 1]
+    assert output.outputs[0].finish_reason == "stop"
 
 
 class WithoutLogits(nnx.Module):
