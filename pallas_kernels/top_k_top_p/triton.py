@@ -87,9 +87,11 @@ def _draw_program(
         return (count >= top_k) | (mass >= enough)
 
     def draw_again(state: tuple[Index, Index, Scalar]) -> tuple[Index, Index, Scalar]:
-        token = _best_above(row, row.score(state[0]))
-        found = _above(row, row.score(token), row.size)
-        return token, found.num_above, found.mass
+        best = _best_above(row, row.score(state[0]))
+        is_found = best < row.size  # as it always is, unless what must not be drawn is all that is kept
+        token = jnp.where(is_found, best, state[0])
+        sums = _above(row, row.score(token), row.size)
+        return token, jnp.where(is_found, sums.num_above, 0), jnp.where(is_found, sums.mass, 0)
 
     token, _, _ = jax.lax.while_loop(is_refused, draw_again, (first, above.num_above, above.mass))
     plt.store(out_ref.at[row.number], token)
@@ -146,7 +148,10 @@ def _within(row: Row, most_bits: Index) -> tuple[Index, Scalar]:
 
 
 def _best_above(row: Row, pivot: Scalar) -> Index:
-    """The token of the largest noisy score among those that score higher than pivot; the lowest id among equals."""
+    """The token of the largest noisy score among those that score higher than pivot, the lowest among equals.
+
+    The row's size if all of them are -inf.
+    """
 
     def choose(tile: tuple[Columns, Values, Values], best: tuple[Values, Columns]) -> tuple[Values, Columns]:
         columns, scores, noisy = tile

@@ -90,6 +90,12 @@ def test_what_must_not_be_drawn_is_not(backend: str) -> None:
     check(scores, np.where(scores > -5, with_noise(scores), -np.inf).astype(np.float32), FILTERS, backend)
 
 
+def test_a_draw_ends_where_all_that_is_kept_must_not_be_drawn(backend: str) -> None:
+    """Against the contract; what comes out is a token."""
+    scores, noisy = np.array([[0, -1, -2]], np.float32), np.array([[-np.inf, 1, 2]], np.float32)
+    assert draw(scores, noisy, [1], [1.0], backend)[0] in range(3)
+
+
 def test_impossible_tokens_weigh_nothing(backend: str) -> None:
     """-inf in both, as masks make it, more of them than top_k leaves."""
     scores = random_scores(len(FILTERS), 4096)
