@@ -177,6 +177,12 @@ def test_what_is_no_sampling_params_is_named(llm: LLM, params: Any) -> None:
         llm.generate(ids(PROMPTS[0]), params, use_tqdm=False)
 
 
+@pytest.mark.parametrize("model", [None, 5, b"model", Group])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model is .*; allowed: a folder, a .gguf file"):
+        LLM(model, show_progress=False)
+
+
 @pytest.mark.parametrize("prompts", [None, 5, [5]])
 def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any) -> None:
     with pytest.raises(ValueError, match=r'^prompts is (None|5); allowed: str, {"prompt_token_ids"'):
