@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 VERSION = "0.1.0"  # as in pyproject.toml
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -26,6 +27,17 @@ def require_unicode(field: str, text: str) -> None:
         raise ValueError(message) from error
 
 
+def require_positive(field: str, value: object) -> None:
+    """Checks that value is a number (not a bool) above 0, and not infinite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    require(is_number, field, value, "a positive number")
+
+
+def require_bool(field: str, value: object) -> None:
+    """Checks that value is True or False."""
+    require(isinstance(value, bool), field, value, "True, False")
+
+
 def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Checks that value is an int (not a bool) in [minimum, maximum]."""
     allowed = f"an integer >= {minimum}" + (f" and <= {maximum}" if maximum is not None else "")
@@ -43,6 +55,15 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+def _check_rope_scaling(scaling: object) -> None:
+    require(isinstance(scaling, RopeScaling), "rope_scaling", scaling, "a RopeScaling, or None")
+    assert isinstance(scaling, RopeScaling)
+    for field in ("factor", "low_freq_factor", "high_freq_factor"):
+        require_positive(f"rope_scaling.{field}", getattr(scaling, field))
+    length = scaling.original_max_position_embeddings
+    require_int("rope_scaling.original_max_position_embeddings", length, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +92,15 @@ class ModelConfig:
             require_int(field, getattr(self, field), 1, MAX_SIZE)
         is_grouped = self.num_heads % self.num_kv_heads == 0
         require(is_grouped, "num_heads", self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
-        require(self.head_dim in SUPPORTED_HEAD_DIMS, "head_dim", self.head_dim, "multiples of 8 from 8 to 256")
+        is_size = self.head_dim in SUPPORTED_HEAD_DIMS and isinstance(self.head_dim, int)
+        require(is_size, "head_dim", self.head_dim, "multiples of 8 from 8 to 256")
+        require_int("max_position_embeddings", self.max_position_embeddings, 1)
+        for field in ("rms_norm_eps", "rope_theta"):
+            require_positive(field, getattr(self, field))
+        if self.rope_scaling is not None:
+            _check_rope_scaling(self.rope_scaling)
+        for field in ("is_tied", "has_qkv_bias", "has_qk_norm"):
+            require_bool(field, getattr(self, field))
         require(self.dtype in DTYPES[1:], "dtype", self.dtype, ", ".join(DTYPES[1:]))
 
 
@@ -127,7 +156,8 @@ class EngineConfig:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         require(self.kv_cache_dtype in DTYPES, "kv_cache_dtype", self.kv_cache_dtype, ", ".join(DTYPES))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, ", ".join(LOAD_FORMATS))
-        require(self.block_size in BLOCK_SIZES, "block_size", self.block_size, ", ".join(map(str, BLOCK_SIZES)))
+        is_size = self.block_size in BLOCK_SIZES and isinstance(self.block_size, int)
+        require(is_size, "block_size", self.block_size, ", ".join(map(str, BLOCK_SIZES)))
         require(
             self.scheduling_policy in ("fcfs", "priority"),
             "scheduling_policy",
@@ -140,13 +170,15 @@ class EngineConfig:
             if getattr(self, field) is not None:
                 require_int(field, getattr(self, field), 1, MAX_SIZE)
         if self.num_blocks is not None:
-            require_int("num_blocks", self.num_blocks, 2)
+            require_int("num_blocks", self.num_blocks, 2, MAX_SIZE // self.block_size)  # slots are int32
         require_int("max_logprobs", self.max_logprobs, -1, 100)
         require_int("seed", self.seed, 0, 2**63 - 1)
-        is_switch = isinstance(self.enable_prefix_caching, bool)
-        require(is_switch, "enable_prefix_caching", self.enable_prefix_caching, "True, False")
-        is_switch = isinstance(self.enable_cascade_attention, bool)
-        require(is_switch, "enable_cascade_attention", self.enable_cascade_attention, "True, False")
+        for field in ("enable_prefix_caching", "enable_cascade_attention"):
+            require_bool(field, getattr(self, field))
+        is_switch = self.async_scheduling is None or isinstance(self.async_scheduling, bool)
+        require(is_switch, "async_scheduling", self.async_scheduling, "True, False, or None")
+        folder = self.compilation_cache_dir
+        require(folder is None or isinstance(folder, str), "compilation_cache_dir", folder, "a path as a str, or None")
         require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1")
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from pallas_kernels.backends import device_kind
+from pallas_kernels.backends import default_backend, device_kind
 from pallas_kernels.paged_attention import tuned
 from pallas_kernels.paged_attention.api import choose_backend
 from pallas_kernels.paged_attention.config import DecodeConfig, Geometry, decode_config
@@ -182,7 +182,9 @@ def compile_or_say(config: Any, lowered: jax.stages.Lowered | None) -> jax.stage
 
 
 def entries(work: list[tuple[HeadLayout, int]]) -> Iterator[tuned.Entry]:
-    """Of each head layout and number of rows, with a progress bar."""
+    """Of each head layout and number of rows, with a progress bar. ValueError where there is no GPU to measure."""
+    if default_backend() != "triton":
+        raise ValueError(f"device is {device_kind()!r}; allowed: an NVIDIA GPU, whose kernels are to be timed")
     for layout, num_rows in tqdm(work, desc="tuning", unit="shape"):
         geometry = Geometry(layout.num_heads, layout.num_kv_heads, layout.head_dim, 16, "bfloat16", "bfloat16")
         is_mosaic = choose_backend(geometry, num_rows, is_decode=True) == "mosaic"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend
+from pallas_kernels.checks import check_caches, check_shape
 from pallas_kernels.kv_cache_write import triton, xla
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
@@ -38,11 +39,15 @@ def kv_cache_write(
     jit with the caches donated they are written in place.
 
     backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
-    unknown one.
+    unknown one, a shape that does not fit the others, or a layer that the caches do not have (unless it is traced).
     """
     name = default_backend() if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    check_caches(k_cache, v_cache, layer)
+    _, _, num_kv_heads, _, head_dim = k_cache.shape
+    for what, array in (("k", k), ("v", v)):
+        check_shape(what, array, (*slot_mapping.shape, num_kv_heads, head_dim))
     return _dispatch(k_cache, v_cache, k, v, slot_mapping, jnp.int32(layer), backend=name)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend, device_kind, is_hopper
+from pallas_kernels.checks import check_caches, check_shape
 from pallas_kernels.paged_attention import reference, triton, xla
 from pallas_kernels.paged_attention.cascade import SharedPrefixes
 from pallas_kernels.paged_attention.config import BLOCK_SIZES, Geometry
@@ -74,16 +75,18 @@ def paged_attention(
     changes nothing in the output, and not every backend makes use of it. shared: what cascade.shared_prefixes found,
     padded to num_rows with zeros; it changes the output by no more than rounding, and only "mosaic" makes use of it.
 
-    backend: one of BACKENDS; None for choose_backend's. ValueError names an unknown backend or a shape that is not
-    supported.
+    backend: one of BACKENDS; None for choose_backend's. ValueError names an unknown backend, a shape that is not
+    supported or does not fit the others, or a layer that the caches do not have (unless it is traced).
     """
+    rows = (block_tables, seq_lens, query_start_loc)
+    check_caches(k_cache, v_cache, layer)
+    _check_shapes(q, k_cache)
+    _check_rows(q.shape[0], *rows)
     is_decode = q.shape[0] == seq_lens.shape[0]
     name = choose_backend(Geometry.of(q, k_cache), seq_lens.shape[0], is_decode) if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    _check_shapes(q, k_cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows = (block_tables, seq_lens, query_start_loc)
     return _dispatch(q, k_cache, v_cache, *rows, jnp.int32(layer), row_order, shared, scale=scale, backend=name)
 
 
@@ -132,7 +135,9 @@ def _dispatch(
     return BACKENDS[backend](q, k_cache, v_cache, *rows, layer=layer, scale=scale)
 
 
-def _check_shapes(q: Queries, k_cache: Cache) -> None:
+def _check_shapes(q: Array, k_cache: Cache) -> None:
+    if q.ndim != 3 or not q.shape[0]:
+        raise ValueError(f"q's shape is {q.shape}; allowed: [num_tokens, num_heads, head_dim], with one token at least")
     _, _, num_kv_heads, block_size, head_dim = k_cache.shape
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"num_heads is {q.shape[1]}; allowed: multiples of num_kv_heads ({num_kv_heads})")
@@ -142,3 +147,12 @@ def _check_shapes(q: Queries, k_cache: Cache) -> None:
         raise ValueError(f"block_size is {block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q's dtype is {q.dtype}; allowed: float32, bfloat16, float16")
+
+
+def _check_rows(num_tokens: int, block_tables: Array, seq_lens: Array, query_start_loc: Array) -> None:
+    if seq_lens.ndim != 1 or not 0 < seq_lens.shape[0] <= num_tokens:
+        raise ValueError(f"seq_lens's shape is {seq_lens.shape}; allowed: [num_rows], with 1 to {num_tokens} rows")
+    num_rows = seq_lens.shape[0]
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or not block_tables.size:
+        raise ValueError(f"block_tables's shape is {block_tables.shape}; allowed: [{num_rows}, blocks_per_row]")
+    check_shape("query_start_loc", query_start_loc, (num_rows + 1,))

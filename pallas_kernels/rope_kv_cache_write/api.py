@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend
+from pallas_kernels.checks import check_caches, check_shape
 from pallas_kernels.rope_kv_cache_write import triton, xla
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
@@ -42,18 +43,22 @@ def rope_kv_cache_write(
     slot_mapping, layer, donation and padding: as for kv_cache_write.
 
     backend: one of BACKENDS; None for the default, "triton" on an NVIDIA GPU and "xla" elsewhere. ValueError names an
-    unknown one, or a shape that does not fit the caches.
+    unknown one, a shape that does not fit the others, or a layer that the caches do not have (unless it is traced).
     """
     name = default_backend() if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    check_caches(k_cache, v_cache, layer)
     _, _, num_kv_heads, _, head_dim = k_cache.shape
-    if qkv.shape[2] != head_dim or qkv.shape[1] <= 2 * num_kv_heads:
+    if qkv.ndim != 3 or qkv.shape[2] != head_dim or qkv.shape[1] <= 2 * num_kv_heads:
         raise ValueError(
             f"qkv's shape is {qkv.shape}; allowed: more than 2 * {num_kv_heads} heads of the cache's {head_dim}"
         )
-    if head_dim % 2 or cos.shape[1] != head_dim // 2:
-        raise ValueError(f"cos has {cos.shape[1]} pairs; allowed: half of an even head_dim ({head_dim})")
+    if head_dim % 2 or cos.shape[-1] != head_dim // 2:
+        raise ValueError(f"cos has {cos.shape[-1]} pairs; allowed: half of an even head_dim ({head_dim})")
+    for what, array in (("cos", cos), ("sin", sin)):
+        check_shape(what, array, (qkv.shape[0], head_dim // 2))
+    check_shape("slot_mapping", slot_mapping, qkv.shape[:1])
     return _dispatch(k_cache, v_cache, qkv, cos, sin, slot_mapping, jnp.int32(layer), backend=name)
 
 

@@ -5,7 +5,7 @@ import gc
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -129,6 +129,8 @@ class LLM:
         require(
             tokenizer is not None, "messages", "a conversation", "prompts of token ids: this model has no tokenizer"
         )
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        require(is_list, "messages", messages, "a list of messages, or a list of such lists")
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             {
@@ -189,6 +191,9 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or SamplingParams()] * num_prompts
+        is_list = isinstance(sampling_params, Sequence)
+        are_params = is_list and all(isinstance(params, SamplingParams) for params in sampling_params)
+        require(are_params, "sampling_params", sampling_params, "a SamplingParams, a list of these, or None")
         is_each = len(sampling_params) == num_prompts
         require(is_each, "sampling_params", f"{len(sampling_params)} of them", f"one, or one for each of {num_prompts}")
         return sampling_params
@@ -272,8 +277,9 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 
 def _list_of_prompts(prompts: Prompts) -> list[str | dict[str, Any]]:
+    allowed = 'str, {"prompt_token_ids": [...]} or a list of these'
+    require(isinstance(prompts, Iterable), "prompts", prompts, allowed)
     prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
     for prompt in prompts:
-        is_prompt = isinstance(prompt, (str, dict))
-        require(is_prompt, "prompts", prompt, 'str, {"prompt_token_ids": [...]} or a list of these')
+        require(isinstance(prompt, (str, dict)), "prompts", prompt, allowed)
     return prompts

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import kv_cache_write, paged_attention, rope_kv_cache_write
@@ -57,6 +58,7 @@ class PagedAttend:
         self, cache: KVCache, inputs: StepInputs, backend: str | None, shared: SharedPrefixes | None = None
     ) -> None:
         self.cache = cache
+        self._trace = get_opaque_trace_state(convention="nnx")
         self._inputs = inputs
         self._backend = backend
         self._shared = shared
@@ -106,6 +108,10 @@ class PagedAttend:
         return attention(q, *self.cache, *rows, row_order=inputs.row_order, shared=self._shared)
 
     def _check_layer(self, layer: int) -> None:
+        # The cache that an inner trace writes would be lost, and be missed when the step is first run.
+        is_own_trace = get_opaque_trace_state(convention="nnx") == self._trace
+        allowed = "the model's own __call__, not a function that jit, checkpoint, scan, vmap or another traces anew"
+        require(is_own_trace, "place where attend is called", "another trace", allowed)
         # JAX would drop writes past the last layer, and read the last one, without a word.
         num_layers = self.cache.k.shape[0]
         require(0 <= layer < num_layers, "layer", layer, f"0 to {num_layers - 1}, as kv_spec says")
@@ -139,10 +145,20 @@ def forward(
     attend = PagedAttend(cache, inputs, backend, shared)
     model = merge(graphdef, params)
     hidden = model(resolve(inputs.token_ids, previous), inputs.positions, attend)
+    _require_rows("hidden", hidden, shape.num_tokens)
     last = hidden if shape.is_decode else hidden[inputs.logits_indices]
-    logits = model.compute_logits(last).astype(jnp.float32)
+    logits = model.compute_logits(last)
+    _require_rows("logits", logits, shape.num_rows)
+    logits = logits.astype(jnp.float32)
     tokens = pad_rows(greedy(logits), len(previous))
     return StepOutput(tokens, logits, None if shape.is_decode else hidden), attend.cache
+
+
+def _require_rows(name: str, array: object, num_rows: int) -> None:
+    # JAX would take the last row for one that is not there, without a word.
+    shape: tuple[int, ...] = getattr(array, "shape", ())
+    is_valid = len(shape) == 2 and shape[0] == num_rows
+    require(is_valid, f"shape of {name}", shape, f"({num_rows}, size), as models.protocol says")
 
 
 def states_to_score(

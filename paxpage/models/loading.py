@@ -83,7 +83,7 @@ class LoadedModel:
     num_bytes: int  # of params
 
 
-def load_model(model: str, options: LoadOptions | None = None) -> LoadedModel:
+def load_model(model: str | Path, options: LoadOptions | None = None) -> LoadedModel:
     """Loads config, params and tokenizer of a folder (safetensors or Orbax), a .gguf file, or org/name on the hub.
 
     Raises ValueError, by name, for what cannot be found, read or computed.
@@ -95,13 +95,15 @@ def load_model(model: str, options: LoadOptions | None = None) -> LoadedModel:
     return LoadedModel(source.name, source.config, params, tokenizer, defaults, num_bytes(params))
 
 
-def open_model(model: str, options: LoadOptions | None = None) -> ModelSource:
+def open_model(model: str | Path, options: LoadOptions | None = None) -> ModelSource:
     """Finds (or downloads) a model and reads its config and headers, but no weights.
 
     Raises ValueError, by name: for a tokenizer or a model that is not found (the tokenizer first: it is downloaded
     sooner), an unsupported architecture, dtype or option, damaged
     files, and tensors that are missing, extra or of another shape than the config says.
     """
+    require(isinstance(model, (str, Path)), "model", model, MODEL_FORMS)
+    model = str(model)
     options = _with_tokenizer_found(options or LoadOptions())
     path = _find(model, options)
     kind = _kind(path)

@@ -9,7 +9,8 @@ A model is any Flax NNX module with three members:
         and each one's index in its own request. attend is an `Attend`: the module hands it each layer's queries,
         keys and values (positional encoding applied) and gets the attention output back; where the keys and values
         live, and which tokens belong together, is the engine's business. Returns [num_tokens, hidden_size].
-        Nothing in here may mix tokens but attend.
+        Nothing in here may mix tokens but attend, which is called from __call__'s own trace: not within a function
+        given to jax.jit, jax.checkpoint, a scan or a vmap.
     compute_logits(hidden) -> logits
         [num_rows, hidden_size] -> [num_rows, vocab_size]; called only for the tokens that are sampled from.
 

@@ -51,3 +51,9 @@ def test_a_gain_that_may_be_noise_changes_nothing() -> None:
 
 def test_where_decode_configs_tiles_do_not_compile_the_fastest_are_taken() -> None:
     assert autotune.choice({"a": [10.0, 10.0], "b": [9.0, 9.0]}, "default") == "b"
+
+
+def test_where_there_is_no_gpu_nothing_is_tried() -> None:
+    """Every kernel would fail to compile, shape after shape, and no file be written in the end."""
+    with pytest.raises(ValueError, match=r"^device is 'cpu'; allowed: an NVIDIA GPU"):
+        next(autotune.entries([(HeadLayout(2, 1, 64), 1)]))

@@ -166,6 +166,35 @@ def test_one_param_set_for_each_prompt_or_one_for_all(llm: LLM) -> None:
         llm.generate([ids(prompt) for prompt in PROMPTS], [GREEDY, GREEDY], use_tqdm=False)
 
 
+BAD_PARAMS: tuple[Any, ...] = ({"temperature": 0}, "greedy", [{"temperature": 0}], 5, (GREEDY for _ in range(1)))
+
+
+@pytest.mark.parametrize("params", BAD_PARAMS, ids=["dict", "text", "list of dict", "int", "generator"])
+def test_what_is_no_sampling_params_is_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^sampling_params is .*; allowed: a SamplingParams, a list of these, or None"
+    ):
+        llm.generate(ids(PROMPTS[0]), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"model", Group])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model is .*; allowed: a folder, a .gguf file"):
+        LLM(model, show_progress=False)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [5]])
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r'^prompts is (None|5); allowed: str, {"prompt_token_ids"'):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "Hi", {"role": "user", "content": "Hi"}])
+def test_what_is_no_conversation_is_named(text_llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match=r"^messages is .*; allowed: a list of messages, or a list of such lists"):
+        text_llm.chat(messages, use_tqdm=False)
+
+
 def test_a_request_may_have_the_name_of_anothers_sample(llm: LLM) -> None:
     arrivals = {
         "a-1": Arrival(PROMPTS[0], GREEDY),

@@ -91,6 +91,13 @@ def test_what_is_not_there_is_named(model: str, tmp_path: Path) -> None:
         open_model(model or str(tmp_path), QUIET)
 
 
+def test_a_path_object_is_as_good_as_its_text(saved: Saver, tmp_path: Path) -> None:
+    folder = saved(LLAMA)
+    assert open_model(Path(folder), QUIET).config == open_model(str(folder), QUIET).config
+    with pytest.raises(ValueError, match=r"^model is '.*nowhere'; allowed: a folder, a .gguf file"):
+        open_model(tmp_path / "nowhere", QUIET)
+
+
 def test_a_revision_is_of_the_hub_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="revision is 'v1'; allowed: None for a model on disk"):
         open_model(str(config_folder(tmp_path)), LoadOptions(revision="v1"))

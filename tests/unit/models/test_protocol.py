@@ -222,3 +222,61 @@ def test_a_module_that_contradicts_its_spec_is_refused(spec: KVSpec, layer: int,
     limits = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16}
     with pytest.raises(ValueError, match=message):
         LLM(WithSpec(spec, layer), **limits, show_progress=False)
+
+
+class Wrapped(WithSpec):
+    """Hands what it computes through a function of the test's."""
+
+    def __init__(self, around_attend: Any, around_logits: Any) -> None:
+        super().__init__(KVSpec(1, 1, 8), 0)
+        self.around_attend = around_attend
+        self.around_logits = around_logits
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: protocol.Attend) -> jax.Array:
+        x = self.embed[token_ids].reshape(-1, 1, 8)
+        return self.around_attend(lambda y: attend(0, y, y, y).reshape(-1, 8), x)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        return self.around_logits(super().compute_logits(hidden))
+
+
+def _plainly(function: Any, x: jax.Array) -> jax.Array:
+    return function(x)
+
+
+def _same(logits: jax.Array) -> jax.Array:
+    return logits
+
+
+BAD_MODULES: dict[str, tuple[Any, Any, str]] = {
+    "jit": (lambda function, x: jax.jit(function)(x), _same, "place where attend is called is 'another trace'"),
+    "checkpoint": (lambda function, x: jax.checkpoint(function)(x), _same, "place where attend is called is"),
+    "scan": (
+        lambda function, x: jax.lax.scan(lambda y, _: (function(y)[:, None], None), x, None, 1)[0][:, 0],
+        _same,
+        "place where attend is called is",
+    ),
+    "fewer tokens": (
+        lambda function, x: function(x)[:-1],
+        _same,
+        r"shape of hidden is \(\d+, 8\); allowed: \(\d+, size\)",
+    ),
+    "a pair": (lambda function, x: (function(x), x), _same, r"shape of hidden is \(\); allowed: \(\d+, size\)"),
+    "heads left": (lambda function, x: function(x)[:, None], _same, r"shape of hidden is \(\d+, 1, 8\)"),
+    "logits of one row": (_plainly, lambda logits: logits[0], r"shape of logits is \(16,\); allowed: \(\d+, size\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_MODULES)
+def test_a_module_that_contradicts_the_protocol_is_refused(mistake: str) -> None:
+    """An inner trace's cache would be missed by the first step that runs; rows that are missing JAX would repeat."""
+    around_attend, around_logits, message = BAD_MODULES[mistake]
+    limits = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with pytest.raises(ValueError, match=message):
+        LLM(Wrapped(around_attend, around_logits), **limits, show_progress=False)
+
+
+def test_a_module_whose_other_parts_are_traced_anew_is_served() -> None:
+    module = Wrapped(_plainly, jax.jit(jax.checkpoint(_same)))
+    with LLM(module, max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, show_progress=False) as llm:
+        assert len(tokens(llm, [[1, 2, 3]], greedy_params(3))[0]) == 3
