@@ -27,7 +27,9 @@ from paxpage.engine.prefix_cache import PrefixCache, PromptHasher, root_digest
 from paxpage.engine.request import FinishReason, PromptDigests, Request, RequestStatus
 from paxpage.engine.sampling_params import ALL_LOGPROBS, SamplingParams
 from paxpage.engine.scheduler import ScheduledBatch, Scheduler
+from paxpage.models.checkpoint import check_same_params
 from paxpage.models.generation import GenerationDefaults
+from paxpage.models.registry import Params
 from paxpage.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -332,6 +334,17 @@ class Engine:
     def block_ids(self, request_id: str) -> list[list[int]]:
         """The block table of each of a request's samples; empty lists while they wait."""
         return [self._manager.block_ids(sample.request) for sample in self._groups[request_id].samples]
+
+    def set_params(self, params: Params) -> None:
+        """Goes on with params of the same names, shapes and dtypes, not copied; the prefix cache is reset.
+
+        ValueError for others, and while any request is unfinished, whose keys and values the old ones computed.
+        """
+        num_unfinished = len(self._groups)
+        require(num_unfinished == 0, "number of unfinished requests", num_unfinished, "0, to change the params")
+        check_same_params(self.runner.params, params)
+        self.runner.set_params(params)
+        self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forgets what blocks hold; running requests keep theirs, and what waits or comes computes its own."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from flax import nnx
 from tqdm import tqdm
 
 from paxpage.config import EngineConfig, require
@@ -17,7 +18,7 @@ from paxpage.engine.engine import Engine, PreparedRequest
 from paxpage.engine.kv_cache_manager import BlockReport
 from paxpage.engine.sampling_params import SamplingParams
 from paxpage.engine.served_model import Model
-from paxpage.models.registry import Params
+from paxpage.models.registry import Params, split
 from paxpage.outputs import RequestOutput
 from paxpage.prompts import render_chat
 
@@ -148,6 +149,17 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def set_params(self, params: Params | nnx.Module) -> None:
+        """Goes on with other weights, as between the steps of a training loop: nothing is compiled or copied.
+
+        params: of the names, shapes and dtypes of those before, or an NNX module that holds such. The prefix cache is
+        reset. ValueError names what differs. A module that was served and is changed in place has new arrays: give it
+        here again. Arrays that are served must not be donated to another function.
+        """
+        with self._lock:
+            self._check_open()
+            self.engine.set_params(split(params)[1] if isinstance(params, nnx.Module) else params)
+
     def reset_prefix_cache(self) -> None:
         """Forgets what finished requests have left in the cache: the next ones compute everything themselves."""
         with self._lock:
@@ -183,6 +195,10 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
+
     def _next_id(self) -> str:
         return str(next(self._ids))
 
@@ -200,8 +216,7 @@ class LLM:
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with self._lock:
-            if self._is_closed:
-                raise RuntimeError("this LLM is closed")
+            self._check_open()
             with interrupts_between_steps() as let_interrupts_through:
                 try:
                     for request in requests:

@@ -10,16 +10,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxpage.config import ModelConfig, require
+from paxpage.config import ModelConfig, require, require_int
 from paxpage.engine import step
 from paxpage.models import registry
-from paxpage.models.checkpoint import check_params
+from paxpage.models.checkpoint import check_params, params_dtype
 from paxpage.models.generation import GenerationDefaults
-from paxpage.models.loading import LoadOptions, load_params, load_tokenizer, open_model
+from paxpage.models.loading import (
+    LoadOptions,
+    chosen_tokenizer,
+    load_params,
+    load_tokenizer,
+    open_model,
+    with_tokenizer_found,
+)
 from paxpage.models.protocol import CausalLM, KVSpec
 from paxpage.models.registry import Params
 
 DEFAULT_MODULE_LEN = 2048  # max_model_len of a module that names no max_position_embeddings
+
+TOKENIZER_CLASS = "PreTrainedTokenizerBase"  # of transformers, which takes seconds to import
 
 Model = str | ModelConfig | nnx.Module
 
@@ -49,27 +58,33 @@ class ServedModel(NamedTuple):
 
 def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
     """Finds and checks a model without reading its weights. Arguments as for build.build_engine; ValueError by name."""
+    if isinstance(tokenizer, str):
+        options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
+    is_tokenizer = tokenizer is None or TOKENIZER_CLASS in (each.__name__ for each in type(tokenizer).__mro__)
+    require(is_tokenizer, "tokenizer", tokenizer, "a path, a repository of the hub, or a transformers tokenizer")
     if isinstance(model, nnx.Module):
         require(params is None, "params", "a pytree", "nothing beside an NNX module, which holds its own")
-        return _from_module(model, tokenizer)
+        return _from_module(model, tokenizer, options)
     if isinstance(model, ModelConfig):
         require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
         assert params is not None
-        return _from_config("model", model, _dtype_of(params), params, _loader_of(params, tokenizer))
+        check_params(model, params)
+        dtype = _own_dtype(params_dtype(params), options)
+        return _from_config("model", model, dtype, _loader_of(params, tokenizer, model.vocab_size, options))
     return _from_files(model, params, tokenizer, options)
 
 
 def _from_files(model: str, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
-    if isinstance(tokenizer, str):
-        options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
     source = open_model(model, options)
-    dtype = source.dtype if params is None else _dtype_of(params)
+    if params is not None:
+        check_params(source.config, params)
+    dtype = source.dtype if params is None else _own_dtype(params_dtype(params), options)
     loader = Loader(
         lambda: load_tokenizer(source) if tokenizer is None else tokenizer,
         functools.partial(load_params, source) if params is None else lambda go_on: params,
         source.generation,
     )
-    return _from_config(source.name, source.config, dtype, params, loader)
+    return _from_config(source.name, source.config, dtype, loader)
 
 
 def raise_if_failed(work: Future[Any]) -> None:
@@ -78,31 +93,43 @@ def raise_if_failed(work: Future[Any]) -> None:
         work.result()
 
 
-def _loader_of(params: Params, tokenizer: Any) -> Loader:
-    """What is there already."""
-    return Loader(lambda: tokenizer, lambda go_on: params, GenerationDefaults())
+def _loader_of(params: Params, tokenizer: Any, vocab_size: int | None, options: LoadOptions) -> Loader:
+    """Of params that are there already. ValueError for a tokenizer that is not found."""
+    require(options.load_format == "auto", "load_format", options.load_format, "auto, for a model in memory")
+    path = with_tokenizer_found(options).tokenizer
+    read = (lambda: tokenizer) if path is None else functools.partial(chosen_tokenizer, path, vocab_size)
+    return Loader(read, lambda go_on: params, GenerationDefaults())
 
 
-def _from_config(name: str, config: ModelConfig, dtype: str, params: Params | None, loader: Loader) -> ServedModel:
-    if params is not None:
-        check_params(config, params)
+def _from_config(name: str, config: ModelConfig, dtype: str, loader: Loader) -> ServedModel:
     module = registry.abstract_model(config, dtype)
     graphdef, abstract_params = registry.split(module)
     sizes = (config.max_position_embeddings, config.vocab_size, config.num_heads)
     return ServedModel(name, graphdef, abstract_params, module.kv_spec, dtype, *sizes, loader, config)
 
 
-def _from_module(module: nnx.Module, tokenizer: Any) -> ServedModel:
+def _from_module(module: nnx.Module, tokenizer: Any, options: LoadOptions) -> ServedModel:
     is_model = isinstance(module, CausalLM)
     allowed = "modules with kv_spec, __call__ and compute_logits (models.protocol)"
     require(is_model, "model", type(module).__name__, allowed)
     spec: KVSpec = getattr(module, "kv_spec")  # noqa: B009 (the type checker knows nnx.Module alone)
+    is_spec = isinstance(spec, KVSpec) and all(isinstance(number, int) and number > 0 for number in spec)
+    require(is_spec, "kv_spec", spec, "a KVSpec of three integers, each at least 1")
     graphdef, params = registry.split(module)
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
-    name, loader = type(module).__name__, _loader_of(params, tokenizer)
-    return ServedModel(name, graphdef, step.abstract(params), spec, _dtype_of(params), length, None, None, loader)
+    require_int("max_position_embeddings", length, 1)
+    name, loader = type(module).__name__, _loader_of(params, tokenizer, None, options)
+    dtype = _own_dtype(_dtype_of(params), options)
+    return ServedModel(name, graphdef, step.abstract(params), spec, dtype, length, None, None, loader)
 
 
 def _dtype_of(params: Params) -> str:
-    leaves = jax.tree.leaves(params)
-    return next(leaf.dtype.name for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+    dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    require(bool(dtypes), "model", "a module without an array of floats", "one that has some")
+    return dtypes[0]
+
+
+def _own_dtype(dtype: str, options: LoadOptions) -> str:
+    """That of params in memory, which are used as they are."""
+    require(options.dtype in ("auto", dtype), "dtype", options.dtype, f"auto, or {dtype}, which the params have")
+    return dtype

@@ -115,17 +115,33 @@ def check_params(config: ModelConfig, params: Params) -> None:
 
     Raises one ValueError that names what is missing, extra, misshapen, not a jax.Array or of another dtype.
     """
-    flat = flatten(params)
-    _raise_problems(
-        [f"{path} is {type(leaf)}" for path, leaf in flat.items() if not isinstance(leaf, jax.Array)],
-        "params (jax.Array)",
-    )
-    expected = {path: leaf.shape for path, leaf in flatten(abstract_params(config, "float32")).items()}
-    raise_differences(expected, {path: leaf.shape for path, leaf in flat.items()}, "params")
+    flat = _flat_arrays(params)
+    raise_differences(_shapes(flatten(abstract_params(config, "float32"))), _shapes(flat), "params")
     dtype = params_dtype(params)
     _raise_problems(
         [f"{path} is {leaf.dtype}" for path, leaf in flat.items() if leaf.dtype != dtype], f"params ({dtype})"
     )
+
+
+def check_same_params(params: Params, others: Params) -> None:
+    """Checks that others have the names, shapes and dtypes of params. One ValueError that names what differs."""
+    expected, found = flatten(params), _flat_arrays(others)
+    raise_differences(_shapes(expected), _shapes(found), "params")
+    wrong = [path for path, leaf in expected.items() if found[path].dtype != leaf.dtype]
+    _raise_problems([f"{path} is {found[path].dtype}, expected {expected[path].dtype}" for path in wrong], "params")
+
+
+def _flat_arrays(params: Params) -> dict[str, jax.Array]:
+    is_tree = isinstance(params, Mapping)
+    require(is_tree, "params", type(params).__name__, "nested dicts of jax.Array, as registry.abstract_params has them")
+    flat = flatten(params)
+    wrong = [f"{path} is {type(leaf)}" for path, leaf in flat.items() if not isinstance(leaf, jax.Array)]
+    _raise_problems(wrong, "params (jax.Array)")
+    return flat
+
+
+def _shapes(flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in flat.items()}
 
 
 def params_dtype(params: Params) -> str:

@@ -104,7 +104,7 @@ def open_model(model: str | Path, options: LoadOptions | None = None) -> ModelSo
     """
     require(isinstance(model, (str, Path)), "model", model, MODEL_FORMS)
     model = str(model)
-    options = _with_tokenizer_found(options or LoadOptions())
+    options = with_tokenizer_found(options or LoadOptions())
     path = _find(model, options)
     kind = _kind(path)
     require(
@@ -148,7 +148,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     Raises ValueError for one that cannot be read, or was chosen and has more tokens than the model.
     """
     if source.options.tokenizer is not None:
-        return _other_tokenizer(source.options.tokenizer, source.config.vocab_size)
+        return chosen_tokenizer(source.options.tokenizer, source.config.vocab_size)
     tokenizer = _own_tokenizer(source)
     if tokenizer is not None and len(tokenizer) > source.config.vocab_size:  # some fine-tuned models have an idle one
         message = "the tokenizer of %s has %d tokens, and the model %d: texts that come to more are refused"
@@ -232,8 +232,11 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return hf_config.read_json(path) if path.exists() else {}
 
 
-def _with_tokenizer_found(options: LoadOptions) -> LoadOptions:
-    """The same, with the path of the tokenizer that is chosen, if one is; from the hub it is downloaded."""
+def with_tokenizer_found(options: LoadOptions) -> LoadOptions:
+    """The same, with the path of the tokenizer that is chosen, if one is; from the hub it is downloaded.
+
+    ValueError for one that is not there.
+    """
     name = options.tokenizer
     if name is None:
         return options
@@ -246,8 +249,9 @@ def _with_tokenizer_found(options: LoadOptions) -> LoadOptions:
     return dataclasses.replace(options, tokenizer=str(path))
 
 
-def _other_tokenizer(path: str, vocab_size: int) -> Any:
+def chosen_tokenizer(path: str, vocab_size: int | None) -> Any:
+    """Of a path that with_tokenizer_found gives. ValueError for more tokens than vocab_size, where that is known."""
     tokenizer = gguf_tokenizer(open_gguf(Path(path))) if Path(path).is_file() else folder_tokenizer(Path(path))
     allowed = f"one with at most the model's {vocab_size} tokens; this one has {len(tokenizer)}"
-    require(len(tokenizer) <= vocab_size, "tokenizer", path, allowed)
+    require(vocab_size is None or len(tokenizer) <= vocab_size, "tokenizer", path, allowed)
     return tokenizer
