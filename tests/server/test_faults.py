@@ -92,7 +92,7 @@ STARTS = {
     "a checkpoint that lacks a tensor": (misfitting, (), 2, ("layers.1.mlp.up_proj.weight", "norm.weight", "100")),
     "a gguf file cut in the middle": (cut_gguf, (), 2, ("cut.gguf", f"{8 * 2**20} bytes")),
     "a tokenizer cut short": (no_tokenizer, (), 2, ("tokenizer in", "cannot be read")),
-    "no memory for the cache": (undamaged, ("--num_blocks=1000000000",), 1, ("--num_blocks",)),
+    "no memory for the cache": (undamaged, ("--num_blocks=100000000",), 1, ("--num_blocks",)),
 }
 
 
