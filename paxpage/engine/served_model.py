@@ -13,7 +13,7 @@ from flax import nnx
 from paxpage.config import ModelConfig, require, require_int
 from paxpage.engine import step
 from paxpage.models import registry
-from paxpage.models.checkpoint import check_params, params_dtype
+from paxpage.models.checkpoint import check_devices, check_params, flatten, params_dtype
 from paxpage.models.generation import GenerationDefaults
 from paxpage.models.loading import (
     LoadOptions,
@@ -116,6 +116,7 @@ def _from_module(module: nnx.Module, tokenizer: Any, options: LoadOptions) -> Se
     is_spec = isinstance(spec, KVSpec) and all(isinstance(number, int) and number > 0 for number in spec)
     require(is_spec, "kv_spec", spec, "a KVSpec of three integers, each at least 1")
     graphdef, params = registry.split(module)
+    check_devices(flatten(params))
     length = getattr(module, "max_position_embeddings", DEFAULT_MODULE_LEN)
     require_int("max_position_embeddings", length, 1)
     name, loader = type(module).__name__, _loader_of(params, tokenizer, None, options)

@@ -137,7 +137,16 @@ def _flat_arrays(params: Params) -> dict[str, jax.Array]:
     flat = flatten(params)
     wrong = [f"{path} is {type(leaf)}" for path, leaf in flat.items() if not isinstance(leaf, jax.Array)]
     _raise_problems(wrong, "params (jax.Array)")
+    check_devices(flat)
     return flat
+
+
+def check_devices(flat: Mapping[str, Any]) -> None:
+    """Checks that arrays lie where steps run: whole, on JAX's default device. One ValueError that names all others."""
+    here = jax.device_put(0).devices()
+    elsewhere = {path: leaf for path, leaf in flat.items() if isinstance(leaf, jax.Array) and leaf.devices() != here}
+    problems = [f"{path} is on {sorted(map(str, leaf.devices()))}" for path, leaf in elsewhere.items()]
+    _raise_problems(problems, f"params (on {next(iter(here))} alone)")
 
 
 def _shapes(flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

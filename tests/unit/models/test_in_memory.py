@@ -1,6 +1,9 @@
 """Weights in memory: what is refused beside them by name, and other weights between two calls."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -134,3 +137,35 @@ def test_params_are_not_changed_while_a_request_runs() -> None:
         llm.set_params(params)
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         llm.set_params(params)
+
+
+ON_ANOTHER_DEVICE = """
+import jax
+from paxpage import LLM
+from tests.unit.models.test_in_memory import CONFIG, LIMITS, _module, _random_params
+
+here = _random_params()
+there = jax.device_put(here, jax.devices()[1])
+with LLM(CONFIG, params=here, **LIMITS) as llm:
+    for use in (lambda: LLM(CONFIG, params=there, **LIMITS), lambda: llm.set_params(there)):
+        try:
+            use()
+        except ValueError as error:
+            print(error)
+with jax.default_device(jax.devices()[1]):
+    module = _module()
+try:
+    LLM(module, **LIMITS)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_arrays_of_another_device_are_named() -> None:
+    """In a process that has two."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ON_ANOTHER_DEVICE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    assert all("params (on cpu:0 alone)" in line and "is on ['cpu:1']" in line for line in lines), lines
