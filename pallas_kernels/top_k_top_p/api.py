@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import default_backend
+from pallas_kernels.checks import check_shape
 from pallas_kernels.top_k_top_p import triton, xla
 
 Rows = Float[Array, "num_rows vocab_size"]
@@ -56,8 +57,7 @@ def _check(scores: Array, noisy: Array, top_k: Array, top_p: Array) -> None:
     row = scores.shape[:1]
     wanted = {"noisy": (noisy, scores.shape), "top_k": (top_k, row), "top_p": (top_p, row)}
     for name, (array, shape) in wanted.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}'s shape is {array.shape}; allowed: {shape}, as scores has it")
+        check_shape(name, array, shape)
     for name, array in (("scores", scores), ("noisy", noisy), ("top_p", top_p)):
         if array.dtype != jnp.float32:
             raise ValueError(f"{name}'s dtype is {array.dtype}; allowed: float32")

@@ -1,4 +1,4 @@
-"""Logits to tokens, on the device, every row by its own options. Nothing is sorted."""
+"""Logits to tokens, on the device, every row by its own options. Drawing sorts nothing."""
 
 import functools
 from typing import NamedTuple

@@ -130,7 +130,7 @@ def test_nan_stays_in_its_row(backend: str) -> None:
     [
         ({"scores": jnp.zeros(5)}, r"scores's shape is \(5,\); allowed: \[num_rows, vocab_size\]"),
         ({"scores": jnp.zeros((2, 0))}, r"scores's shape is \(2, 0\); allowed: \[num_rows, vocab_size\]"),
-        ({"noisy": jnp.zeros((2, 4))}, r"noisy's shape is \(2, 4\); allowed: \(2, 5\), as scores has it"),
+        ({"noisy": jnp.zeros((2, 4))}, r"noisy's shape is \(2, 4\); allowed: \(2, 5\), as the other arrays have it"),
         ({"top_k": jnp.ones(3, jnp.int32)}, r"top_k's shape is \(3,\); allowed: \(2,\)"),
         ({"top_p": jnp.ones((2, 1))}, r"top_p's shape is \(2, 1\); allowed: \(2,\)"),
         ({"scores": jnp.zeros((2, 5), jnp.bfloat16)}, "scores's dtype is bfloat16; allowed: float32"),
