@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ DEFAULT_MODULE_LEN = 2048  # max_model_len of a module that names no max_positio
 
 TOKENIZER_CLASS = "PreTrainedTokenizerBase"  # of transformers, which takes seconds to import
 
-Model = str | ModelConfig | nnx.Module
+Model = str | Path | ModelConfig | nnx.Module
 
 
 class Loader(NamedTuple):
@@ -58,8 +59,8 @@ class ServedModel(NamedTuple):
 
 def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
     """Finds and checks a model without reading its weights. Arguments as for build.build_engine; ValueError by name."""
-    if isinstance(tokenizer, str):
-        options, tokenizer = dataclasses.replace(options, tokenizer=tokenizer), None
+    if isinstance(tokenizer, (str, Path)):
+        options, tokenizer = dataclasses.replace(options, tokenizer=str(tokenizer)), None
     is_tokenizer = tokenizer is None or TOKENIZER_CLASS in (each.__name__ for each in type(tokenizer).__mro__)
     require(is_tokenizer, "tokenizer", tokenizer, "a path, a repository of the hub, or a transformers tokenizer")
     if isinstance(model, nnx.Module):
@@ -68,17 +69,14 @@ def describe(model: Model, params: Params | None, tokenizer: Any, options: LoadO
     if isinstance(model, ModelConfig):
         require(params is not None, "params", None, "a pytree, when model is a ModelConfig")
         assert params is not None
-        check_params(model, params)
-        dtype = _own_dtype(params_dtype(params), options)
+        dtype = _checked_dtype(model, params, options)
         return _from_config("model", model, dtype, _loader_of(params, tokenizer, model.vocab_size, options))
     return _from_files(model, params, tokenizer, options)
 
 
-def _from_files(model: str, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
+def _from_files(model: str | Path, params: Params | None, tokenizer: Any, options: LoadOptions) -> ServedModel:
     source = open_model(model, options)
-    if params is not None:
-        check_params(source.config, params)
-    dtype = source.dtype if params is None else _own_dtype(params_dtype(params), options)
+    dtype = source.dtype if params is None else _checked_dtype(source.config, params, options)
     loader = Loader(
         lambda: load_tokenizer(source) if tokenizer is None else tokenizer,
         functools.partial(load_params, source) if params is None else lambda go_on: params,
@@ -122,6 +120,11 @@ def _from_module(module: nnx.Module, tokenizer: Any, options: LoadOptions) -> Se
     name, loader = type(module).__name__, _loader_of(params, tokenizer, None, options)
     dtype = _own_dtype(_dtype_of(params), options)
     return ServedModel(name, graphdef, step.abstract(params), spec, dtype, length, None, None, loader)
+
+
+def _checked_dtype(config: ModelConfig, params: Params, options: LoadOptions) -> str:
+    check_params(config, params)
+    return _own_dtype(params_dtype(params), options)
 
 
 def _dtype_of(params: Params) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from paxpage.models.protocol import KVSpec
 from paxpage.models.registry import merge
 from tests.helpers.engines import assert_idle, greedy_params, ids, tokens
 from tests.helpers.fixtures import unchecked_types
-from tests.unit.models.test_protocol import CONFIG, WithSpec, _random_params
+from tests.unit.models.test_protocol import CONFIG, WithSpec, random_params
 
 __all__ = ["unchecked_types"]
 
@@ -28,13 +29,13 @@ def _module() -> nnx.Module:
     return WithSpec(KVSpec(1, 1, 8), 0)
 
 
-def test_a_tokenizer_may_be_a_path_beside_params_in_memory() -> None:
-    """LLM's docstring: "tokenizer: a path, or a transformers tokenizer"; the text itself becomes the tokenizer."""
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tokenizer_may_be_a_path_beside_params_in_memory(kind: type) -> None:
     config = dataclasses.replace(CONFIG, vocab_size=49152)
-    params = _random_params() | {
+    params = random_params() | {
         name: {"weight": jnp.ones((49152, 32), jnp.float32)} for name in ("embed_tokens", "lm_head")
     }
-    with LLM(config, params=params, tokenizer=default_model_path(), **LIMITS) as llm:
+    with LLM(config, params=params, tokenizer=kind(default_model_path()), **LIMITS) as llm:
         (output,) = llm.generate("Hello", use_tqdm=False)
     assert output.prompt_token_ids == [19556]
 
@@ -47,14 +48,13 @@ def test_what_is_no_tokenizer_is_named_beside_a_module_too(tokenizer: Any) -> No
 
 @pytest.mark.parametrize("params", [{}, 5, [1, 2]])
 def test_params_without_an_array_of_floats_are_named(params: Any) -> None:
-    """StopIteration of _dtype_of, or AttributeError."""
     with pytest.raises(ValueError, match=r"params"):
         LLM(CONFIG, params=params, **LIMITS)
 
 
 def test_params_of_integers_are_named() -> None:
     with pytest.raises(ValueError, match=r"dtype of params is 'int32'"):
-        LLM(CONFIG, params=jax.tree.map(lambda leaf: leaf.astype(jnp.int32), _random_params()), **LIMITS)
+        LLM(CONFIG, params=jax.tree.map(lambda leaf: leaf.astype(jnp.int32), random_params()), **LIMITS)
 
 
 @pytest.mark.parametrize("spec", [(1, 1, 8), None, KVSpec(1.0, 1, 8), KVSpec(0, 1, 8)])  # type: ignore[arg-type]
@@ -65,10 +65,12 @@ def test_a_kv_spec_that_is_none_is_named(spec: Any) -> None:
         LLM(module, **LIMITS)
 
 
-def test_a_dtype_beside_params_of_another_is_not_passed_over() -> None:
-    """Served in float32 without a word; so is load_format="dummy" beside params or a module."""
-    with pytest.raises(ValueError, match=r"dtype is 'bfloat16'; allowed"):
-        LLM(CONFIG, params=_random_params(), dtype="bfloat16", **LIMITS)
+@pytest.mark.parametrize("field", [{"dtype": "bfloat16"}, {"load_format": "dummy"}])
+def test_what_weights_in_memory_cannot_follow_is_not_passed_over(field: dict[str, str]) -> None:
+    ((name, value),) = field.items()
+    for model, params in ((CONFIG, random_params()), (_module(), None)):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: auto"):
+            LLM(model, params=params, **field, **LIMITS)
 
 
 def test_max_position_embeddings_of_a_module_is_a_number() -> None:
@@ -89,7 +91,7 @@ def _alone(params: Any, prompt: list[int]) -> list[int]:
 
 def test_other_params_answer_as_if_they_had_been_there_from_the_start() -> None:
     """Their own tokens, though the prompt is in the prefix cache; nothing is compiled, and none is copied."""
-    before, prompt = _random_params(), list(range(1, 21))
+    before, prompt = random_params(), list(range(1, 21))
     after = _changed(before, -1.5)
     with LLM(CONFIG, params=before, **LIMITS) as llm:
         assert tokens(llm, [prompt, prompt], greedy_params(8)) == [_alone(before, prompt)] * 2
@@ -102,7 +104,7 @@ def test_other_params_answer_as_if_they_had_been_there_from_the_start() -> None:
 
 
 def test_a_module_of_the_same_structure_brings_its_arrays() -> None:
-    params = _random_params()
+    params = random_params()
     with LLM(CONFIG, params=params, **LIMITS) as llm:
         llm.set_params(merge(llm.engine.runner._graphdef, _changed(params, 2.0)))
         assert tokens(llm, [[1, 2, 3]], greedy_params(8)) == [_alone(_changed(params, 2.0), [1, 2, 3])]
@@ -120,7 +122,7 @@ def test_a_module_of_the_same_structure_brings_its_arrays() -> None:
     ],
 )
 def test_params_that_are_not_the_same_are_named(change: Any, message: str) -> None:
-    params = _random_params()
+    params = random_params()
     with LLM(CONFIG, params=params, **LIMITS) as llm:
         with pytest.raises(ValueError, match=message):
             llm.set_params(change(params))
@@ -128,7 +130,7 @@ def test_params_that_are_not_the_same_are_named(change: Any, message: str) -> No
 
 
 def test_params_are_not_changed_while_a_request_runs() -> None:
-    params = _random_params()
+    params = random_params()
     with LLM(CONFIG, params=params, **LIMITS) as llm:
         llm.engine.add_request("a", ids([1, 2, 3]), greedy_params(8))
         with pytest.raises(ValueError, match="number of unfinished requests is 1; allowed: 0, to change the params"):
@@ -142,9 +144,9 @@ def test_params_are_not_changed_while_a_request_runs() -> None:
 ON_ANOTHER_DEVICE = """
 import jax
 from paxpage import LLM
-from tests.unit.models.test_in_memory import CONFIG, LIMITS, _module, _random_params
+from tests.unit.models.test_in_memory import CONFIG, LIMITS, _module, random_params
 
-here = _random_params()
+here = random_params()
 there = jax.device_put(here, jax.devices()[1])
 with LLM(CONFIG, params=here, **LIMITS) as llm:
     for use in (lambda: LLM(CONFIG, params=there, **LIMITS), lambda: llm.set_params(there)):

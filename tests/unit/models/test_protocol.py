@@ -105,7 +105,7 @@ def test_a_modules_arrays_are_served_where_they_lie(module: Any, llm: LLM) -> No
     assert not module.embed[...].is_deleted()
 
 
-def _random_params(dtype: str = "float32") -> Any:
+def random_params(dtype: str = "float32") -> Any:
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape, scale=0.1), leaf.dtype), abstract_params(CONFIG, dtype)
@@ -114,7 +114,7 @@ def _random_params(dtype: str = "float32") -> Any:
 
 def test_a_params_pytree_is_served_where_it_lies() -> None:
     """A training loop's arrays: used, not copied, and still there when the LLM is closed."""
-    params = _random_params()
+    params = random_params()
     before = _pointers(params)
     limits = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16}
     with LLM(CONFIG, params=params, **limits, show_progress=False) as llm:
@@ -131,7 +131,7 @@ def _word_tokenizer(eos_token_id: int) -> Any:
 
 
 def test_the_tokenizers_end_of_sequence_ends_what_params_in_memory_say() -> None:
-    params, limits = _random_params(), {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    params, limits = random_params(), {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16}
     with LLM(CONFIG, params=params, **limits, show_progress=False) as llm:
         (unended,) = tokens(llm, [[1, 2, 3]], greedy_params(5))
     eos = unended[2]
@@ -169,7 +169,7 @@ def test_a_config_without_params_is_refused() -> None:
 
 def test_params_that_do_not_fit_are_named() -> None:
     """Missing, extra and misshapen, in one error, before anything is compiled."""
-    params = _random_params()
+    params = random_params()
     del params["norm"]
     params["extra"] = {"weight": jnp.zeros((3,))}
     params["lm_head"] = {"weight": jnp.zeros((64, 31))}
@@ -180,7 +180,7 @@ def test_params_that_do_not_fit_are_named() -> None:
 
 
 def test_params_of_mixed_dtypes_are_named() -> None:
-    params = _random_params()
+    params = random_params()
     params["norm"]["weight"] = params["norm"]["weight"].astype(jnp.bfloat16)
     with pytest.raises(ValueError, match=r"norm\.weight is bfloat16"):
         LLM(CONFIG, params=params, show_progress=False)
@@ -189,7 +189,7 @@ def test_params_of_mixed_dtypes_are_named() -> None:
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:
     config = ModelConfig("GPT2LMHeadModel", 64, 32, 48, 1, 2, 1, 16, 128)
     with pytest.raises(ValueError, match=r"architecture is 'GPT2LMHeadModel'; allowed: LlamaForCausalLM, "):
-        LLM(config, params=_random_params(), show_progress=False)
+        LLM(config, params=random_params(), show_progress=False)
 
 
 class WithSpec(nnx.Module):
