@@ -1,6 +1,7 @@
 """Decode: rows of one or a few queries, bound by how fast their keys and values stream in."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.early_launch import can_launch_early, program_id
 from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
 from pallas_kernels.paged_attention.triton_common import (
     MASKED,
@@ -24,8 +26,19 @@ from pallas_kernels.paged_attention.triton_common import (
     normalise,
     store_pairs,
 )
+from pallas_kernels.paged_attention.triton_merge import merge_decode
 
 Queries = Float[Array, "num_tokens num_heads head_dim"]
+
+
+class Plan(NamedTuple):
+    """What is known when the kernel is traced."""
+
+    geometry: Geometry
+    config: DecodeConfig
+    scale: float
+    has_starts: bool  # rows may have other than one query, and starts says which are theirs
+    is_early: bool
 
 
 def decode(
@@ -35,15 +48,16 @@ def decode(
 
     Grid (num_rows * num_kv_heads, num_splits): a program takes one row's queries for one key head, against one piece
     of that row's keys. The heads of a row are neighbours in the grid. With one split it writes the output itself;
-    otherwise each piece's unfinished softmax goes out and merge() joins them.
+    otherwise each piece's unfinished softmax goes out, and another kernel joins them.
 
     out: where to write, updated in place, other rows' tokens untouched; None when every row has exactly one query
     (a padding row's is zero).
     """
     num_rows, num_tokens = arrays.seq_lens.shape[0], arrays.q.shape[0]
+    plan = Plan(geometry, config, scale, has_starts=out is not None, is_early=can_launch_early(interpret=interpret))
     call = functools.partial(
         pl.pallas_call,
-        functools.partial(_decode_program, geometry=geometry, config=config, scale=scale, has_starts=out is not None),
+        functools.partial(_decode_program, plan=plan),
         grid=(num_rows * geometry.num_kv_heads, config.num_splits),
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
@@ -53,6 +67,8 @@ def decode(
         pairs = (config.num_splits, num_rows, geometry.num_kv_heads, tile_rows_of(geometry))
         shapes = (pairs, pairs, (*pairs, geometry.padded_dim))
         parts = call(out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))(*arrays)
+        if out is None:
+            return merge_decode(Softmax(*parts), geometry, interpret)
         return merge(Softmax(*parts), arrays, out, geometry)
     shape = jax.ShapeDtypeStruct((num_tokens, geometry.num_heads, geometry.head_dim), arrays.q.dtype)
     if out is None:
@@ -65,17 +81,19 @@ def tile_rows_of(geometry: Geometry) -> int:
     return max(MIN_DOT, next_power_of_2(geometry.group))
 
 
-def _decode_program(*refs: Ref, geometry: Geometry, config: DecodeConfig, scale: float, has_starts: bool) -> None:
+def _decode_program(*refs: Ref, plan: Plan) -> None:
+    geometry, config = plan.geometry, plan.config
     inputs = Refs(*refs[:NUM_INPUTS])
     outputs = refs[-3:] if config.num_splits > 1 else refs[-1:]  # between them, if anything, the aliased output
-    row, head = pl.program_id(0) // geometry.num_kv_heads, pl.program_id(0) % geometry.num_kv_heads
-    first, num_queries = _queries_of(inputs, row, geometry) if has_starts else (row, jnp.int32(1))
+    index = program_id(0, is_early=plan.is_early)
+    row, head = index // geometry.num_kv_heads, index % geometry.num_kv_heads
+    first, num_queries = _queries_of(inputs, row, geometry) if plan.has_starts else (row, jnp.int32(1))
     tile = _decode_tile(inputs, row, head, (first, num_queries), geometry)
     num_tiles = cdiv(tile.num_keys, config.tile_keys)
     per_split = cdiv(num_tiles, config.num_splits)
     first = pl.program_id(1) * per_split
     end = jnp.minimum(first + per_split, num_tiles)
-    work = Work(inputs, tile, geometry, scale, config.tile_keys, load_queries(inputs, tile, geometry))
+    work = Work(inputs, tile, geometry, plan.scale, config.tile_keys, load_queries(inputs, tile, geometry))
     state = empty_softmax(tile_rows_of(geometry), geometry.padded_dim)
     state = attend_tiles(work, first, end, state, is_masked=True)
     if config.num_splits == 1:
@@ -116,8 +134,8 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
     plt.store(values_ref.at[split, tile.row, tile.head, pairs[:, None], dims[None, :]], state.values)
 
 
-def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry) -> Queries:
-    """Joins the splits by their maxima (log-sum-exp) and puts each row's queries where they belong."""
+def merge(parts: Softmax, arrays: Refs, out: Queries, geometry: Geometry) -> Queries:
+    """As merge_decode does, of rows of one or a few queries, and puts these where they belong."""
     maximum = jnp.max(parts.maximum, axis=0)
     weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
     total = jnp.sum(parts.total * weights, axis=0)
@@ -127,7 +145,7 @@ def merge(parts: Softmax, arrays: Refs, out: Queries | None, geometry: Geometry)
     num_rows = values.shape[0]
     values = values.reshape(num_rows, geometry.num_kv_heads, num_queries, group, -1).transpose(0, 2, 1, 3, 4)
     values = values.reshape(num_rows, num_queries, geometry.num_heads, -1).astype(arrays.q.dtype)
-    return values[:, 0] if out is None else _scatter(values, arrays.starts, out)
+    return _scatter(values, arrays.starts, out)
 
 
 def _scatter(values: Array, starts: Int[Array, " num_rows_plus_1"], out: Queries) -> Queries:

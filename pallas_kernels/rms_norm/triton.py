@@ -9,6 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.early_launch import can_launch_early, program_id
+
 Rows = Float[Array, "num_tokens size"]
 Ref = Any  # a Pallas reference
 
@@ -22,9 +24,10 @@ def add_rms_norm(
     """
     num_tokens, size = x.shape
     rows = (x,) if delta is None else (x, delta)
+    is_early = can_launch_early(interpret=interpret)
     outputs = (jax.ShapeDtypeStruct(x.shape, jnp.result_type(x, weight)), jax.ShapeDtypeStruct(x.shape, x.dtype))
     normed, *summed = pl.pallas_call(
-        functools.partial(_norm_program, size=size, eps=eps, has_delta=delta is not None),
+        functools.partial(_norm_program, size=size, eps=eps, has_delta=delta is not None, is_early=is_early),
         grid=(num_tokens,),
         out_shape=outputs[: len(rows)],
         compiler_params=plt.CompilerParams(num_warps=num_warps(size), num_stages=1),
@@ -42,10 +45,10 @@ def num_warps(size: int) -> int:
     return 4 if size <= 4096 else 8
 
 
-def _norm_program(*refs: Ref, size: int, eps: float, has_delta: bool) -> None:
+def _norm_program(*refs: Ref, size: int, eps: float, has_delta: bool, is_early: bool) -> None:
     weight_ref, x_ref, *rest = refs  # [size], [num_tokens, size]; the rest as x: delta if any, normed, summed if any
     columns = jnp.arange(1 << (size - 1).bit_length(), dtype=jnp.int32)
-    is_real, row = columns < size, (pl.program_id(0), columns)
+    is_real, row = columns < size, (program_id(0, is_early=is_early), columns)
     # The weight first: the compiler moves no load across a store, so after one it would wait for x and delta.
     weight = plt.load(weight_ref.at[columns], mask=is_real, other=0)
     x = plt.load(x_ref.at[row], mask=is_real, other=0)

@@ -20,4 +20,9 @@ def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, " size"], eps:
     """x / sqrt(mean(x ** 2) + eps), in float32 and rounded to x's dtype, times weight."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * weight
+    normed = x32 * jax.lax.rsqrt(variance + eps)
+    if weight.dtype != x.dtype:
+        # Said outright: XLA on a GPU drops a rounding to bfloat16 and back (xla_allow_excess_precision).
+        info = jnp.finfo(x.dtype)
+        normed = jax.lax.reduce_precision(normed, info.nexp, info.nmant)
+    return normed.astype(x.dtype) * weight

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.early_launch import can_launch_early, program_id
 from pallas_kernels.paged_attention.config import next_power_of_2
 
 Cache = Float[Array, "num_layers num_blocks num_kv_heads block_size head_dim"]
@@ -49,8 +50,9 @@ def rope_kv_cache_write(
     """
     num_kv_heads = k_cache.shape[2]
     num_tokens, num_heads, head_dim = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]
+    is_early = can_launch_early(interpret=interpret)
     q, k_cache, v_cache = pl.pallas_call(
-        functools.partial(_program, num_heads=num_heads, num_kv_heads=num_kv_heads),
+        functools.partial(_program, num_heads=num_heads, num_kv_heads=num_kv_heads, is_early=is_early),
         grid=(num_kv_heads, num_tokens),
         out_shape=(
             jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), qkv.dtype),
@@ -65,9 +67,9 @@ def rope_kv_cache_write(
     return q, k_cache, v_cache
 
 
-def _program(*references: Ref, num_heads: int, num_kv_heads: int) -> None:
+def _program(*references: Ref, num_heads: int, num_kv_heads: int, is_early: bool) -> None:
     refs = Refs(*references)
-    head, token = pl.program_id(0), pl.program_id(1)
+    head, token = program_id(0, is_early=is_early), pl.program_id(1)
     group = num_heads // num_kv_heads
     _rotate_queries(refs, token, head * group, group)
     place = _place(refs, token, head)
