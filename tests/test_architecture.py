@@ -57,7 +57,7 @@ ZONES = {
     ),
     "prompts": Zone(("paxpage.prompts", "paxpage.text_bound"), ("config",), None),
     "models": Zone(("paxpage.models.*",), ("config", "kernels"), None),
-    "batch": Zone(_in_engine("batch", "sharing"), ("config", "host", "device", "kernels"), None),
+    "batch": Zone(_in_engine("batch", "sharing", "onward"), ("config", "host", "device", "kernels"), None),
     "device": Zone(
         _in_engine(
             *("kv_cache", "memory", "sampler", "step", "programs", "executables", "model_runner"),

@@ -15,9 +15,7 @@ from pallas_kernels.paged_attention.triton_common import MASKED, Ref, Softmax, d
 NUM_WARPS = 4
 
 
-def merge_decode(
-    parts: Softmax, geometry: Geometry, interpret: bool
-) -> Float[Array, "num_rows num_heads head_dim"]:
+def merge_decode(parts: Softmax, geometry: Geometry, interpret: bool) -> Float[Array, "num_rows num_heads head_dim"]:
     """The output of rows that have one query each.
 
     parts: arrays [num_splits, num_rows, num_kv_heads, tile_rows] (values: and padded_dim), float32. Grid (num_rows,

@@ -49,7 +49,8 @@ class KVCacheManager:
 
     block_tables is int32 [max_num_seqs, blocks_per_row]; row r's first num_blocks_of_row[r] entries are its blocks in
     order, the rest NULL_BLOCK. A table is append-only while its request runs, but that a shared last block is replaced
-    by the request's own copy. num_slots_of_row[r] is how many tokens row r may hold before it must allocate() again.
+    by the request's own copy; num_table_changes counts what is written to them. num_slots_of_row[r] is how many tokens
+    row r may hold before it must allocate() again.
     The batch builder and the scheduler read them, nobody else writes them.
 
     prefix_cache: None to share no beginnings.
@@ -70,6 +71,7 @@ class KVCacheManager:
         self.num_blocks_of_row = [0] * max_num_seqs
         self.num_slots_of_row = [0] * max_num_seqs
         self.num_slots = 0  # sum of num_slots_of_row
+        self.num_table_changes = 0
         self._is_borrowed = [False] * max_num_seqs  # the row's last block may have other readers
         self._is_cacheable = [False] * max_num_seqs  # no forget_cached() since the row's first block
         self._free_rows = list(range(max_num_seqs))[::-1]
@@ -211,6 +213,7 @@ class KVCacheManager:
         shared = int(self.block_tables[row, place])
         (own,) = self._allocate(1)
         self.block_tables[row, place] = own
+        self.num_table_changes += 1
         self._copies.append(BlockCopy(shared, own))  # the row's reference to it goes with take_copies()
 
     def _allocate(self, num_blocks: int) -> list[int]:
@@ -227,6 +230,7 @@ class KVCacheManager:
             self.block_tables[row, held] = block_ids[0]  # a tenth of what an assignment to a slice takes
         else:
             self.block_tables[row, held:end] = block_ids
+        self.num_table_changes += 1
         self.num_blocks_of_row[row] = end
         self._set_num_slots(row, end * self.block_size)
 
@@ -286,6 +290,7 @@ class KVCacheManager:
         request.next_block_end = NEVER
         self.pool.release(self._blocks_of_row(row)[::-1])
         self.block_tables[row, : self.num_blocks_of_row[row]] = NULL_BLOCK
+        self.num_table_changes += 1
         self.num_blocks_of_row[row] = 0
         self._set_num_slots(row, 0)
         self._is_borrowed[row] = self._is_cacheable[row] = False

@@ -263,4 +263,4 @@ def _lowered(module: bytes, model: step.StepModel, shape: StepShape) -> jax.stag
     def forward_flat(*arguments: Any) -> tuple[step.StepOutput, KVCache]:  # its name is the module's
         return exported.call(*arguments)
 
-    return step.jit_forward(forward_flat).lower(*step.abstract_arguments(model, shape))
+    return step.jit_forward(forward_flat, shape).lower(*step.abstract_arguments(model, shape))

@@ -61,7 +61,7 @@ def export(recipe: lowering.Recipe) -> bytes:
     cache = kv_cache.abstract_cache(model.kv_spec, recipe.num_blocks, recipe.block_size, recipe.cache_dtype)
     step_model = step.StepModel(*registry.split(model), cache, recipe.max_rows, recipe.vocab_size, recipe.backend)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
-    jitted = step.jit_forward(step.flat_forward(step_model, recipe.shape))
+    jitted = step.jit_forward(step.flat_forward(step_model, recipe.shape), recipe.shape)
     exporting = jax.export.export(jitted, platforms=[recipe.platform], disabled_checks=checks)
     with _as_device(recipe.platform, recipe.device_kind):
         exported = exporting(*step.abstract_arguments(step_model, recipe.shape))

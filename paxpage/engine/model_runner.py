@@ -17,6 +17,7 @@ from paxpage.engine import batch as batches
 from paxpage.engine import kv_cache, sampler, step
 from paxpage.engine.batch import StepShape
 from paxpage.engine.executables import Compiler, Program
+from paxpage.engine.onward import Onward
 from paxpage.engine.programs import Jobs, Programs
 from paxpage.engine.sharing import PrefixFinder
 from paxpage.models.registry import Params
@@ -186,6 +187,7 @@ class ModelRunner:
         self._starts_with_largest = STARTS_WITH_LARGEST[platform]
         self._compiled = Programs(THREADS_PER_CORE[platform])
         self._previous: jax.Array | None = None  # the tokens of the last step launched
+        self._onward = Onward()
 
     def set_params(self, params: Params) -> None:
         """Takes the params, not copied, in the place of those before."""
@@ -247,7 +249,7 @@ class ModelRunner:
                 self._logits[shape.num_rows] = output.logits
         jax.block_until_ready(self.cache)
 
-    def _forward(self, shape: StepShape, packed: np.ndarray) -> tuple[step.StepOutput, bool]:
+    def _forward(self, shape: StepShape, packed: np.ndarray | jax.Array) -> tuple[step.StepOutput, bool]:
         """Starts a step. Also, whether its logits lie where the next ones of as many rows may: then keep them."""
         logits = self._logits.pop(shape.num_rows, None)
         output, self.cache = self._compiled[shape](self._leaves, self.cache, packed, self._previous, logits)
@@ -335,11 +337,14 @@ class ModelRunner:
         shared = self._finder.find(batch, manager) if self._finder else None
         has_sampler = batches.needs_sampler(batch.rows)
         shape = choose_shape(self._usable_shapes(has_sampler=has_sampler), batch, has_shared=shared is not None)
-        packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
+        packed: np.ndarray | jax.Array | None = self._onward.take(batch, shape, manager)
+        if packed is None:
+            packed = batches.pack(batch, shape, manager, shared if shape.max_pieces else None)
         for start in range(0, len(batch.copies), step.COPIES_PER_CALL):
             pairs = batches.pack_copies(batch.copies[start : start + step.COPIES_PER_CALL], step.COPIES_PER_CALL)
             self.cache = self._compiled[COPY](self.cache, pairs)
         output, has_buffer = self._forward(shape, packed)
+        self._onward.keep(batch, shape, manager, output.advanced)
         scored = [self._score(chunk, output.hidden) for chunk in self._scored_chunks(batch)]
         return Started(batch, output, scored, has_sampler, has_buffer)
 
@@ -403,7 +408,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """A new cache of zeros, whatever became of the old one, and no step before the next one."""
-        self.cache, self._logits = None, {}  # first, so that both need not fit
+        self.cache, self._logits, self._onward = None, {}, Onward()  # first, so that both need not fit
         self.cache = kv_cache.allocate(*self.layout)
         buffers = {rows: step.logits_buffer_of(rows, self.vocab_size) for rows in {s.num_rows for s in self.shapes}}
         self._logits = {rows: jnp.zeros(like.shape, like.dtype) for rows, like in buffers.items() if like is not None}

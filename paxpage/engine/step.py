@@ -40,7 +40,7 @@ WITHOUT_GRAPH = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
 
 SCORED_PER_CALL = 32  # prompt tokens scored at a time: their logits are 16 MiB with a vocabulary of 128,000
 COPIES_PER_CALL = 16  # block copies of one call; a step with more makes several
-MAX_KEPT_ROWS = 64  # steps of more rows keep the device busy for longer than the host needs to patch their graph
+MAX_KEPT_ROWS = 64  # steps of more rows keep the device busy for longer than the host needs to begin the next one
 
 
 class StepOutput(NamedTuple):
@@ -49,6 +49,7 @@ class StepOutput(NamedTuple):
     token_ids: Int[Array, " max_rows"]  # the most likely token of each row, padded to one length for every shape
     logits: Float[Array, "num_rows vocab_size"]  # float32
     hidden: Float[Array, "num_tokens hidden_size"] | None  # of a mixed step's tokens, for score()
+    advanced: Int[Array, " num_ints"] | None  # of a small decode step: packed, for the same rows' next tokens
 
 
 class PagedAttend:
@@ -138,7 +139,7 @@ def forward(
 
     previous: the tokens that the step before sampled, for rows whose token the host did not know when it packed them.
     logits_buffer: old logits of the same shape, whose memory the new ones take when it is donated; not read. Jit it
-    with the keyword arguments static and cache donated.
+    with the keyword arguments static and cache donated, packed too where keeps_packed(shape).
     """
     inputs = unpack(packed, shape)
     shared = SharedPrefixes(*unpack_shared(packed, shape)) if shape.max_pieces else None
@@ -151,7 +152,23 @@ def forward(
     _require_rows("logits", logits, shape.num_rows)
     logits = logits.astype(jnp.float32)
     tokens = pad_rows(greedy(logits), len(previous))
-    return StepOutput(tokens, logits, None if shape.is_decode else hidden), attend.cache
+    advanced = advance(packed, shape) if keeps_packed(shape) else None
+    return StepOutput(tokens, logits, None if shape.is_decode else hidden, advanced), attend.cache
+
+
+def keeps_packed(shape: StepShape) -> bool:
+    """Whether the step leaves its packed array, which is donated to it, ready for the same rows' next tokens."""
+    return shape.is_decode and shape.max_pieces == 0 and shape.num_rows <= MAX_KEPT_ROWS
+
+
+def advance(packed: Int[Array, " num_ints"], shape: StepShape) -> Int[Array, " num_ints"]:
+    """A decode step's array for its rows' next tokens, which the step samples; the block tables stay as they are."""
+    inputs = unpack(packed, shape)
+    is_real = inputs.seq_lens > 0
+    token_ids = jnp.where(is_real, -1 - jnp.arange(shape.num_rows), 0)
+    counted = (inputs.positions + is_real, inputs.slot_mapping + is_real, inputs.query_start_loc)
+    begins = jnp.concatenate([token_ids, *counted, inputs.seq_lens + is_real]).astype(packed.dtype)
+    return packed.at[: begins.shape[0]].set(begins)
 
 
 def _require_rows(name: str, array: object, num_rows: int) -> None:
@@ -217,7 +234,7 @@ class StepModel(NamedTuple):
 
 def trace_forward(model: StepModel, shape: StepShape) -> jax.stages.Traced:
     """Traces forward for one shape."""
-    return jit_forward(flat_forward(model, shape)).trace(*abstract_arguments(model, shape))
+    return jit_forward(flat_forward(model, shape), shape).trace(*abstract_arguments(model, shape))
 
 
 def flat_forward(model: StepModel, shape: StepShape) -> Callable[..., tuple[StepOutput, KVCache]]:
@@ -234,13 +251,13 @@ def flat_forward(model: StepModel, shape: StepShape) -> Callable[..., tuple[Step
     return forward_flat
 
 
-def jit_forward(forward_flat: Callable[..., tuple[StepOutput, KVCache]]) -> jax.stages.Wrapped:
-    """cache and logits_buffer are donated.
+def jit_forward(forward_flat: Callable[..., tuple[StepOutput, KVCache]], shape: StepShape) -> jax.stages.Wrapped:
+    """cache, logits_buffer and, of a small step, packed are donated.
 
     The logits of a small step come out where the last ones of this shape were: on a GPU a decode step is one CUDA
     graph, and every address that differs from the last run's is patched into each kernel that uses it, by the host.
     """
-    return jax.jit(forward_flat, donate_argnums=(1, 4), keep_unused=True)
+    return jax.jit(forward_flat, donate_argnums=(1, 2, 4) if keeps_packed(shape) else (1, 4), keep_unused=True)
 
 
 def abstract_arguments(model: StepModel, shape: StepShape) -> tuple[Any, ...]:

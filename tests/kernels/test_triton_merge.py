@@ -1,4 +1,4 @@
-"""What joins the splits of a decode row: against numpy in float64, pieces without a key and rows without any included."""
+"""What joins the splits of a decode row: against numpy in float64, splits and rows without a key included."""
 
 import functools
 
