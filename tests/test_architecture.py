@@ -50,6 +50,7 @@ ZONES = {
             "kv_cache_manager",
             "scheduler",
             "detokenizer",
+            "logprobs",
             "accounting",
         ),
         ("config",),

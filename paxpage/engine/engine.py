@@ -21,6 +21,7 @@ from paxpage.engine.block_pool import BlockPool
 from paxpage.engine.detokenizer import Detokenizer, decode_after
 from paxpage.engine.grammars import Grammar, GrammarCompiler
 from paxpage.engine.kv_cache_manager import BlockReport, KVCacheManager
+from paxpage.engine.logprobs import TokenTexts, describe_on_host, descriptions, token_logprobs
 from paxpage.engine.model_runner import HostTokens, Launched, ModelRunner, Scored
 from paxpage.engine.params_check import ParamLimits, check_params, with_bad_word_ids
 from paxpage.engine.prefix_cache import PrefixCache, PromptHasher, root_digest
@@ -33,7 +34,6 @@ from paxpage.models.registry import Params
 from paxpage.outputs import (
     CompletionDelta,
     CompletionOutput,
-    Logprob,
     PromptLogprobs,
     RequestMetrics,
     RequestOutput,
@@ -183,6 +183,7 @@ class Engine:
         self.model_name = model_name
         self.max_model_len = limits.max_model_len
         self.vocab_size = vocab_size
+        self._token_texts = TokenTexts(tokenizer)
         self._param_limits = ParamLimits(vocab_size, config.max_logprobs, generation.eos_token_ids, tokenizer)
         self.runner = runner
         self.grammars = GrammarCompiler(tokenizer, vocab_size)
@@ -472,7 +473,8 @@ class Engine:
         for scored in tokens.scored:
             self._take_scores(scored)
         updated = self.scheduler.update(batch, tokens.token_ids)
-        deltas = [self._deliver(request, tokens, index) for index, request in updated]
+        self._take_logprobs(updated, tokens)
+        deltas = [self._deliver(request) for _, request in updated]
         return [delta for delta in deltas if delta is not None]
 
     def _recover(self, error: Exception) -> None:
@@ -487,15 +489,13 @@ class Engine:
         self.scheduler.preempt_all()
         self.runner.reset()
 
-    def _deliver(self, request: Request, tokens: HostTokens, index: int) -> CompletionDelta | None:
-        """Takes row index's new token into its sample; the delta, unless nobody wants it yet."""
+    def _deliver(self, request: Request) -> CompletionDelta | None:
+        """Takes a request's new token into its sample; the delta, unless nobody wants it yet."""
         sample = self._samples[request]
         if request.num_dropped:
             return self._delta(sample, "" if sample.detokenizer is None else sample.detokenizer.flush(), 0)
         if sample.first_token_time_s is None:
             sample.first_token_time_s = time.monotonic()
-        if sample.logprobs is not None:
-            sample.logprobs.append(self._token_logprobs(request, tokens, index))
         piece = self._push_text(sample)
         if not (sample.group.prepared.is_streamed or request.finish_reason):
             return None
@@ -523,35 +523,31 @@ class Engine:
         entries = sample.group.prompt_logprobs if sample is not None else None
         if entries is None or num_top is None:
             return
-        for index, token_id in enumerate(chunk.targets):
-            entries[chunk.start + 1 + index] = self._entries(token_id, scored.values, index, num_top)
+        described = descriptions(scored.values, slice(len(chunk.targets)), num_top)
+        for place, (token_id, description) in enumerate(zip(chunk.targets, described, strict=True), chunk.start + 1):
+            entries[place] = token_logprobs(token_id, description, num_top, self._token_texts)
         if None not in entries[1:]:
             self.scheduler.end_scoring(chunk.request)
 
-    def _token_logprobs(self, request: Request, tokens: HostTokens, index: int) -> TokenLogprobs:
-        token_id, num_top = request.token_ids[-1], request.params.logprobs or 0
-        num_top = self.vocab_size if num_top == ALL_LOGPROBS else num_top
-        values = (tokens.logprobs, tokens.ranks, tokens.top_token_ids, tokens.top_logprobs)
-        assert tokens.top_token_ids is not None, "log-probabilities were asked for"
-        if num_top <= tokens.top_token_ids.shape[1]:
-            return self._entries(token_id, values, index, num_top)
-        assert tokens.logits is not None, "more log-probabilities were asked for than the sampler gives"
-        return self._entries(token_id, describe_on_host(tokens.logits[index], token_id, num_top), 0, num_top)
+    def _take_logprobs(self, updated: list[tuple[int, Request]], tokens: HostTokens) -> None:
+        """Log-probabilities of the new tokens, for the samples that want them."""
+        wanted = [(i, r) for i, r in updated if r.params.logprobs is not None and not r.num_dropped]
+        if not wanted:
+            return
+        assert tokens.described is not None, "log-probabilities were asked for"
+        nums_top = [self._num_top(request.params) for _, request in wanted]
+        num_there = tokens.described[-1].shape[1]
+        described = descriptions(tokens.described, [i for i, _ in wanted], min(max(nums_top), num_there))
+        for (i, request), num_top, description in zip(wanted, nums_top, described, strict=True):
+            entries, token_id = self._samples[request].logprobs, request.token_ids[-1]
+            assert entries is not None, "a sample has them from its start"
+            if num_top > num_there:
+                assert tokens.logits is not None, "more log-probabilities were asked for than the sampler gives"
+                description = describe_on_host(tokens.logits[i], token_id, num_top)
+            entries.append(token_logprobs(token_id, description, num_top, self._token_texts))
 
-    def _entries(self, token_id: int, arrays: Any, index: int, num_top: int) -> TokenLogprobs:
-        """Row index of (logprobs, ranks, top_token_ids, top_logprobs) as the user sees it."""
-        logprobs, token_ranks, top_token_ids, top_logprobs = arrays
-        top_ids = top_token_ids[index, :num_top].tolist()
-        ids = [token_id, *top_ids]
-        values = [float(logprobs[index]), *top_logprobs[index, :num_top].tolist()]
-        ranks = [int(token_ranks[index]), *range(1, len(top_ids) + 1)]
-        entries: TokenLogprobs = {}
-        for each_id, value, rank in zip(ids, values, ranks, strict=True):
-            entries.setdefault(each_id, Logprob(value, rank, self._token_text(each_id)))
-        return entries
-
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.backend_tokenizer.decode([token_id], False)
+    def _num_top(self, params: SamplingParams) -> int:
+        return self.vocab_size if params.logprobs == ALL_LOGPROBS else params.logprobs or 0
 
     def _delta(self, sample: Sample, piece: str, num_new: int) -> CompletionDelta:
         """What goes out for a sample; closes it, and its group, when it has finished."""
@@ -590,15 +586,6 @@ class Engine:
         is_hidden = request.has_end_token and not params.include_stop_str_in_output
         output_ids = request.output_token_ids[: -1 if is_hidden else None]
         return decode_after(self._decode_with(params), sample.group.prepared.prompt_token_ids, output_ids)
-
-
-def describe_on_host(logits: np.ndarray, token_id: int, num_top: int) -> tuple[np.ndarray, ...]:
-    """What sampler.describe gives for one row of logits, with any number of the most likely tokens."""
-    wide = logits.astype(np.float64) - logits.max()
-    logprobs = wide - np.log(np.exp(wide).sum())
-    order = np.argsort(-logprobs, kind="stable")[:num_top]
-    rank = 1 + int((logprobs > logprobs[token_id]).sum())
-    return logprobs[[token_id]], np.array([rank]), order[None], logprobs[order][None]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -104,20 +104,17 @@ SCORE, STATES = "score", "states"  # step.score; with a number of tokens, step.s
 
 
 class Scored(NamedTuple):
-    """Log-probabilities of a prompt's tokens: fields as in HostTokens, a row for each of chunk.targets."""
+    """Log-probabilities of a prompt's tokens, a row for each of chunk.targets."""
 
     chunk: batches.ScoredChunk
-    values: Any  # (logprobs, ranks, top_token_ids, top_logprobs), on the device until they are fetched
+    values: Any  # what sampler.describe gives, on the device until it is fetched
 
 
 class HostTokens(NamedTuple):
-    """sampler.SampledTokens on the host; logprobs, ranks and tops are None when nobody asked for them."""
+    """What came of a step, on the host."""
 
     token_ids: list[int]
-    logprobs: np.ndarray | None
-    ranks: np.ndarray | None
-    top_token_ids: np.ndarray | None
-    top_logprobs: np.ndarray | None
+    described: Sequence[np.ndarray] | None  # what sampler.describe gives, when somebody asked for it
     scored: list[Scored]
     logits: np.ndarray | None = None  # of every row, when somebody wants more of them than the sampler describes
 
@@ -392,10 +389,10 @@ class ModelRunner:
     def fetch(self, launched: Launched) -> HostTokens:
         """Waits for a step's tokens. Raises what the step raised."""
         token_ids = np.asarray(launched.token_ids).tolist()
-        details = jax.device_get(launched.details) if launched.details else (None,) * 5
+        described = jax.device_get(launched.details[1:]) if launched.details else None
         scored = [part._replace(values=jax.device_get(part.values)) for part in launched.scored]
         logits = None if launched.logits is None else np.asarray(launched.logits)
-        return HostTokens._make([token_ids, *details[1:], scored, logits])
+        return HostTokens(token_ids, described, scored, logits)
 
     def _scored_chunks(self, batch: batches.ScheduledBatch) -> list[batches.ScoredChunk]:
         return batches.scored_chunks(batch.rows, step.SCORED_PER_CALL) if batch.has_scored else []

@@ -1,4 +1,4 @@
-"""Logits to tokens, on the device, every row by its own options. Drawing sorts nothing."""
+"""Logits to tokens, on the device, every row by its own options. On a GPU nothing is sorted."""
 
 import functools
 from typing import NamedTuple
@@ -13,6 +13,11 @@ from paxpage.engine.batch import BANNED_ALWAYS, IS_NO_BAN, NO_TOKEN, AdjustedRow
 # What a banned token's logit becomes: it is never drawn beside any other, but if all are banned one of them is, and
 # there is no NaN.
 BANNED = -1e30
+
+# The most likely tokens are looked for in groups of so many tokens; on an NVIDIA GPU with XLA's own kernel, which takes
+# at most so many of at least so many (jax 0.11.2). For anything else XLA sorts there.
+GROUP_SIZE = 64
+KERNEL_TOP_K, KERNEL_WIDTH = 16, 1024
 
 Logits = Float[Array, "num_rows vocab_size"]
 
@@ -151,5 +156,48 @@ def describe(logits: Logits, token_ids: Int[Array, " num_rows"], num_top: int | 
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = 1 + jnp.sum(logprobs > chosen, axis=-1)
-    top_logprobs, top_token_ids = jax.lax.top_k(logprobs, num_top)
-    return chosen[:, 0], ranks.astype(jnp.int32), top_token_ids, top_logprobs
+    # At least one: XLA has no use for an array of none, and drops what nobody looks at.
+    top_logprobs, top_token_ids = most_likely(logprobs, max(num_top, 1))
+    return chosen[:, 0], ranks.astype(jnp.int32), top_token_ids[:, :num_top], top_logprobs[:, :num_top]
+
+
+def most_likely(
+    logprobs: Logits, num_top: int
+) -> tuple[Float[Array, "num_rows num_top"], Int[Array, "num_rows num_top"]]:
+    """What jax.lax.top_k gives: the num_top best of each row, and which tokens they are; of equals the lowest id first.
+
+    They lie in the num_top groups of tokens whose own best are best, of equals the first groups: only those are looked
+    through. logprobs are read twice and need not be there as an array: XLA computes them where they are read.
+    """
+    num_rows, vocab_size = logprobs.shape
+    if vocab_size <= num_top * GROUP_SIZE:
+        places = best_places(logprobs, num_top)
+        return jnp.take_along_axis(logprobs, places, axis=-1), places
+    padding = ((0, 0), (0, -vocab_size % GROUP_SIZE))
+    grouped = jnp.pad(logprobs, padding, constant_values=-jnp.inf).reshape(num_rows, -1, GROUP_SIZE)
+    groups = ascending(best_places(jnp.max(grouped, axis=-1), num_top))[:, :, None]
+    found = jnp.take_along_axis(grouped, groups, axis=1).reshape(num_rows, -1)
+    token_ids = (groups * GROUP_SIZE + jnp.arange(GROUP_SIZE)).reshape(num_rows, -1)
+    places = best_places(found, num_top)
+    return jnp.take_along_axis(found, places, axis=-1), jnp.take_along_axis(token_ids, places, axis=-1)
+
+
+def best_places(logprobs: Float[Array, "num_rows size"], num_top: int) -> Int[Array, "num_rows num_top"]:
+    """Where the num_top best of each row are, best first, of equals the first; KERNEL_TOP_K at a time."""
+    # The next larger numbers, of which -inf is none: what is -inf here is padding or has been found.
+    values = jnp.nextafter(logprobs, jnp.inf)
+    padding = ((0, 0), (0, max(0, KERNEL_WIDTH - values.shape[1])))
+    values = jnp.pad(values, padding, constant_values=-jnp.inf)
+    rows, places = jnp.arange(values.shape[0])[:, None], []
+    for start in range(0, num_top, KERNEL_TOP_K):
+        _, found = jax.lax.top_k(values, min(KERNEL_TOP_K, num_top - start))
+        values = values.at[rows, found].set(-jnp.inf)
+        places.append(found)
+    return jnp.concatenate(places, axis=-1)
+
+
+def ascending(numbers: Int[Array, "num_rows num"]) -> Int[Array, "num_rows num"]:
+    """Each row's few distinct numbers, the least first: each one's place is how many are less."""
+    places = jnp.sum(numbers[:, :, None] > numbers[:, None, :], axis=-1)
+    is_there = places[:, :, None] == jnp.arange(numbers.shape[1])
+    return jnp.sum(jnp.where(is_there, numbers[:, :, None], 0), axis=1)

@@ -11,7 +11,6 @@ import pytest
 
 from pallas_kernels.paged_attention.cascade import MAX_PIECES
 from paxpage.engine.build import sampling_bytes
-from tests.gpu_code.compile_sampler import VOCAB_SIZE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
@@ -27,7 +26,9 @@ SPILLED_BYTES = {
     "shared": {"prefixes": 0, "decode": 0},
     "unshared": {"decode": 0, "prefill": 60},
 }
-SAMPLER_OPERATIONS = 11  # kernels that a draw for any number of rows takes
+VOCAB_SIZE = 128256
+# Kernels that a draw for any number of rows takes, and then log-probabilities of so many tokens (None: of none).
+SAMPLER_OPERATIONS = {None: 11, 20: 31, 100: 51}
 SPILLED = re.compile(r"Function properties for paged_attention_(\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores")
 
 
@@ -125,15 +126,29 @@ def test_what_another_process_lowered_compiles(
     assert sent == {name: value for name, value in two.items() if name != "num_changes_of_options"}
 
 
-@pytest.mark.parametrize("num_rows", [1, 64, 256])
-def test_a_draw_is_a_few_kernels_without_a_loop_among_them(num_rows: int) -> None:
-    """None of which spills registers. A loop of XLA's would launch kernels in every turn."""
+def sampler_stats(num_rows: int, num_top: int | None, vocab_size: int = VOCAB_SIZE) -> dict[str, int]:
+    """Fails if a kernel spills registers."""
     need_compiler()
     flags = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{CUDA_WHEELS}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tests.gpu_code.compile_sampler", str(num_rows)]
+    sizes = map(json.dumps, (num_rows, num_top, vocab_size))
+    command = [sys.executable, "-m", "tests.gpu_code.compile_sampler", *sizes]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    stats = json.loads(done.stdout)
-    assert stats["num"] <= SAMPLER_OPERATIONS and stats["num_other"] == 0, stats
+    stats: dict[str, int] = json.loads(done.stdout)
+    return stats
+
+
+@pytest.mark.parametrize(("num_rows", "num_top"), [(1, None), (64, None), (256, None), (1, 20), (256, 20), (256, 100)])
+def test_a_draw_is_a_few_kernels_without_a_loop_or_a_sort_among_them(num_rows: int, num_top: int | None) -> None:
+    """None of which spills registers. A loop of XLA's would launch kernels in every turn."""
+    stats = sampler_stats(num_rows, num_top)
+    assert stats["num"] <= SAMPLER_OPERATIONS[num_top], stats
+    assert (stats["num_other"], stats["num_sorts"]) == (0, 0), stats
     assert stats["temp_bytes"] <= sampling_bytes(num_rows, VOCAB_SIZE), stats
+
+
+@pytest.mark.parametrize(("num_top", "vocab_size"), [(20, 49152), (100, 32000), (20, 1000), (5, 151655)])
+def test_no_vocabulary_is_sorted_for_log_probabilities(num_top: int, vocab_size: int) -> None:
+    """Whether groups of tokens divide it or not, and however few of them there are."""
+    assert sampler_stats(256, num_top, vocab_size)["num_sorts"] == 0

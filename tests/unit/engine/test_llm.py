@@ -252,6 +252,24 @@ def test_log_probabilities_are_transformers_own(llm: LLM, shelf: Shelf, num_in_f
         assert output.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
 
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_each_gets_the_log_probabilities_that_it_asks_for(text_llm: LLM, num_in_flight: int) -> None:
+    """In one batch with others, who ask for more or for none: as many of the same ones."""
+    nums_top = (0, 20, None, 3)
+    kinds = [SamplingParams(temperature=0.7, seed=3, max_tokens=8, ignore_eos=True, logprobs=num) for num in nums_top]
+    with steps_in_flight(text_llm, num_in_flight):
+        none_of, all_of, nothing, few_of = complete(text_llm, [PROMPTS[0]] * 4, kinds)
+    assert nothing.logprobs is None
+    for token_id, one, most, few in zip(
+        all_of.token_ids, none_of.logprobs, all_of.logprobs, few_of.logprobs, strict=True
+    ):
+        assert one == {token_id: most[token_id]}
+        assert few == {i: entry for i, entry in most.items() if i == token_id or entry.rank <= 3}
+        assert list(few) == list(most)[: len(few)] and len(most) in (20, 21)
+        decode = text_llm.engine.tokenizer.decode
+        assert {i: entry.decoded_token for i, entry in most.items()} == {i: decode([i]) for i in most}
+
+
 def test_times_are_in_order(llm: LLM) -> None:
     (output,) = llm.generate(ids(PROMPTS[2]), GREEDY, use_tqdm=False)
     times = output.metrics

@@ -402,6 +402,60 @@ def test_a_hopeless_token_has_a_finite_rank_and_no_nan() -> None:
     assert not bool(jnp.isnan(top).any())
 
 
+LEAST = float(np.finfo(np.float32).min)
+# The values of tokens that are looked through for the most likely ones, by what is hard about them.
+HARD_VALUES = {
+    "distinct": lambda rng, shape: -rng.permuted(np.arange(math.prod(shape)).reshape(shape), axis=1) / 64,
+    "many equal": lambda rng, shape: -rng.integers(0, 5, shape),
+    "all equal": lambda rng, shape: np.zeros(shape),
+    "hardly any above -inf": lambda rng, shape: np.where(rng.random(shape) < 0.01, -rng.random(shape), -np.inf),
+    "all -inf": lambda rng, shape: np.full(shape, -np.inf),
+    "neighbours of -inf": lambda rng, shape: rng.choice([-np.inf, LEAST, np.nextafter(LEAST, 0)], shape),
+    "neighbours of 0": lambda rng, shape: -rng.choice([0.0, np.finfo(np.float32).tiny, 2.0**-23], shape),
+    "best last": lambda rng, shape: np.tile(np.arange(shape[1]) - shape[1], (shape[0], 1)),
+    "best together": lambda rng, shape: np.where(np.arange(shape[1]) // 64 == 7, 0, -1) - rng.integers(0, 2, shape),
+}
+
+
+@pytest.mark.parametrize("name", HARD_VALUES)
+@pytest.mark.parametrize(
+    ("num_top", "vocab_size"),
+    [
+        (1, 1),
+        (1, 65),
+        (5, 320),
+        (5, 321),
+        (16, 4096),
+        (17, 4096),
+        (20, 20),
+        (20, 1280),
+        (20, 1300),
+        (33, 3000),
+        (100, 7001),
+    ],
+)
+def test_the_most_likely_are_those_of_a_sort(name: str, num_top: int, vocab_size: int) -> None:
+    """The lowest ids among equals, as jax.lax.top_k has it; whether groups divide the vocabulary or it has just one."""
+    values = HARD_VALUES[name](np.random.default_rng(vocab_size), (4, vocab_size)).astype(np.float32)
+    expected = np.argsort(-values, axis=1, kind="stable")[:, :num_top]
+    top, token_ids = jax.jit(sampler.most_likely, static_argnums=1)(values, num_top)
+    assert token_ids.tolist() == expected.tolist()
+    assert np.array_equal(top, np.take_along_axis(values, expected, axis=1))
+
+
+def test_log_probabilities_of_what_is_no_number_are_of_tokens() -> None:
+    """Distinct ones, of the vocabulary."""
+    _, _, token_ids, top = sampler.describe(jnp.full((1, 3000), jnp.nan), jnp.array([1]), 20)
+    assert len({*token_ids[0].tolist()} & {*range(3000)}) == 20 and bool(jnp.isnan(top).all())
+
+
+def test_of_no_tokens_but_the_chosen_one() -> None:
+    logits = random_logits(NUM_ROWS)
+    tokens = sample(logits, [row_of(SamplingParams(temperature=0.0, logprobs=0))] * NUM_ROWS, num_top=0)
+    assert tokens.top_token_ids.shape == tokens.top_logprobs.shape == (NUM_ROWS, 0)
+    assert set(np.asarray(tokens.ranks).tolist()) == {1}
+
+
 def test_nobody_asks_nothing_is_computed() -> None:
     tokens = sample(random_logits(2), [row_of(SamplingParams())] * 2)
     assert [value.size for value in tokens] == [NUM_ROWS, 0, 0, 0, 0]
