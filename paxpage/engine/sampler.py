@@ -184,8 +184,9 @@ def most_likely(
 
 def best_places(logprobs: Float[Array, "num_rows size"], num_top: int) -> Int[Array, "num_rows num_top"]:
     """Where the num_top best of each row are, best first, of equals the first; KERNEL_TOP_K at a time."""
-    # The next larger numbers, of which -inf is none: what is -inf here is padding or has been found.
-    values = jnp.nextafter(logprobs, jnp.inf)
+    # What is no number comes last, with -inf. Then the next larger numbers, of which -inf is none: what is -inf here is
+    # padding or has been found.
+    values = jnp.nextafter(jnp.where(jnp.isnan(logprobs), -jnp.inf, logprobs), jnp.inf)
     padding = ((0, 0), (0, max(0, KERNEL_WIDTH - values.shape[1])))
     values = jnp.pad(values, padding, constant_values=-jnp.inf)
     rows, places = jnp.arange(values.shape[0])[:, None], []

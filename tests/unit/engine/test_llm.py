@@ -20,6 +20,7 @@ import pytest
 from paxpage import LLM, EngineConfig, SamplingParams
 from paxpage.engine import build, kv_cache, step
 from paxpage.engine.engine import Group
+from paxpage.engine.llm import SELDOM, without_old_garbage
 from paxpage.engine.served_model import describe, raise_if_failed
 from paxpage.models.embedded import default_model_path
 from paxpage.models.loading import LoadOptions
@@ -530,6 +531,25 @@ def test_garbage_made_before_is_left_alone_while_generating(llm: LLM, monkeypatc
         assert gc.get_freeze_count() > 100_000
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("thresholds", [(700, 10, 10), (60_000, 10, 300), (0, 10, 10)])
+def test_garbage_is_seldom_looked_for_while_generating(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, thresholds: tuple[int, int, int]
+) -> None:
+    """More seldom than usual, never if the script has it so, and afterwards as before, whatever happened."""
+    seen, run, before = [], llm.engine.step, gc.get_threshold()
+    monkeypatch.setattr(llm.engine, "step", lambda: (seen.append(gc.get_threshold()), run())[1])
+    gc.set_threshold(*thresholds)
+    try:
+        complete(llm, PROMPTS[:1], GREEDY)
+        assert set(seen) == {(0, 10, 10) if thresholds[0] == 0 else tuple(map(max, thresholds, SELDOM))}
+        assert gc.get_threshold() == thresholds
+        with pytest.raises(ZeroDivisionError), without_old_garbage():
+            1 / 0  # noqa: B018
+        assert gc.get_threshold() == thresholds
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_requests_leave_nothing_for_the_garbage_collector(llm: LLM) -> None:
