@@ -201,6 +201,7 @@ class Engine:
         self._hasher = PromptHasher(config.block_size)
         self._num_failed_steps = 0
         self._is_recovering = False
+        self._cause_of_death = ""  # in words: an exception would keep what its frames hold
         self._in_flight: deque[tuple[ScheduledBatch, Launched]] = deque()
         self._max_in_flight = 1 if is_async else 0
 
@@ -288,7 +289,7 @@ class Engine:
         requests are computed again by later steps; if the next one fails too, EngineDeadError. So it is when a program
         that was left to be compiled behind the first requests could not be.
         """
-        self._require_programs()
+        self._require_alive()
         deltas: list[CompletionDelta] = []
         try:
             is_launched = self._launch(deltas)
@@ -433,7 +434,10 @@ class Engine:
 
     # Details of step
 
-    def _require_programs(self) -> None:
+    def _require_alive(self) -> None:
+        if self._cause_of_death:
+            why = f"the engine is dead since two steps in a row failed, the last with: {self._cause_of_death}"
+            raise EngineDeadError(f"{why}; nothing runs on it any more: make another one")
         error = self.runner.failure()
         if error is not None:
             raise EngineDeadError(f"a program could not be compiled: {error}") from error
@@ -481,6 +485,7 @@ class Engine:
         """The donated cache may be gone: a new one, and every running request from its first token."""
         self._num_failed_steps += 1
         if self._is_recovering:
+            self._cause_of_death = str(error) or type(error).__name__
             raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
         why = ": out of memory" if is_out_of_memory(error) else ""
         logger.exception("a step failed%s; %d running requests are computed again", why, len(self.scheduler.running))

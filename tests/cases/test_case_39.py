@@ -164,3 +164,9 @@ def test_an_engine_that_goes_on_failing_says_so(shelf: Shelf, monkeypatch: pytes
         with pytest.raises(EngineDeadError, match="two steps in a row failed, the last with: injected"):
             tokens(llm, [PROMPT], greedy_params(5))
         assert_idle(llm.engine)
+        monkeypatch.undo()
+        later = "the engine is dead since two steps in a row failed, the last with: injected.*make another one"
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=later):
+                tokens(llm, [PROMPT], greedy_params(5))
+            assert_idle(llm.engine)
