@@ -285,15 +285,19 @@ class Engine:
         """One pass of the scheduler and one forward pass; what that, or the pass before, added to each sample.
 
         Synchronously, the tokens are those of this pass. Asynchronously this pass is started first and the tokens of
-        the one before are taken in while it runs. If a forward pass raises, the cache is rebuilt and all running
+        the one before are taken in while it runs; offline, where nobody waits for a first token, those of the one
+        before that while the scheduler can run ahead. If a forward pass raises, the cache is rebuilt and all running
         requests are computed again by later steps; if the next one fails too, EngineDeadError. So it is when a program
         that was left to be compiled behind the first requests could not be.
         """
         self._require_alive()
         deltas: list[CompletionDelta] = []
         try:
+            most = self._most_in_flight()
+            while len(self._in_flight) > most:
+                deltas += self._collect()
             is_launched = self._launch(deltas)
-            if not is_launched or len(self._in_flight) > self._max_in_flight:
+            if not is_launched or len(self._in_flight) > most:
                 deltas += self._collect()
         except Exception as error:
             self._recover(error)
@@ -441,6 +445,12 @@ class Engine:
         error = self.runner.failure()
         if error is not None:
             raise EngineDeadError(f"a program could not be compiled: {error}") from error
+
+    def _most_in_flight(self) -> int:
+        """Steps whose tokens may be still to come when step() returns."""
+        is_offline = self.scheduler.config.num_tokens_beside_decodes is None
+        is_ahead = self._max_in_flight > 0 and is_offline and self.scheduler.can_run_ahead()
+        return self._max_in_flight + is_ahead
 
     def _launch(self, deltas: list[CompletionDelta]) -> bool:
         """Schedules and starts a step; False if there is nothing to compute before tokens in flight arrive.

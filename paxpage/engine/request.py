@@ -148,6 +148,11 @@ class Request:
         """Tokens sampled by steps in flight, which the host does not know yet."""
         return self.num_tokens - len(self.token_ids)
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether, as far as is known, steps in flight do not end it, and its next token takes only the device."""
+        return self.num_tokens < self.max_num_tokens and self.adjustments is None and self.grammar is None
+
     def forget_pending(self) -> None:
         """The steps in flight are lost, and their tokens with them."""
         self.num_tokens = len(self.token_ids)

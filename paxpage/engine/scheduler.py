@@ -5,9 +5,9 @@ first; what is left of the token budget goes to waiting ones. When blocks run ou
 preempted: its blocks go back and it is computed again later, from the head of the queue. The oldest can always run,
 since a request that the whole pool could not hold is refused on arrival, so there is no livelock.
 
-schedule() may be called again before update() has brought the last batch's tokens (asynchronous scheduling): a decoding
-request then goes on with a token that only the device knows. Steps run in order on the device, so blocks that are
-released while a step is in flight may be given to the next one.
+schedule() may be called again before update() has brought the last batch's tokens (asynchronous scheduling), and while
+can_run_ahead() those of the one before: a decoding request then goes on with a token that only the device knows. Steps
+run in order on the device, so blocks that are released while a step is in flight may be given to the next one.
 """
 
 import bisect
@@ -23,6 +23,8 @@ from paxpage.engine.request import FinishReason, Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 
+FEW_ROWS = 8  # steps of more take a device longer than the host needs for the next one
+BLOCKS_OF_A_ROW = 2  # that one more token may take: a new one, and a copy of one that others read
 PATIENCE = 8  # requests that may wait for their next token so that one gets its prompt computed a chunk sooner
 
 
@@ -124,6 +126,21 @@ class Scheduler:
             copies=self.manager.take_copies(),
             has_forks=has_forks,
             has_scored=bool(self._scored),
+        )
+
+    def can_run_ahead(self) -> bool:
+        """Whether a step may be scheduled before the tokens of the last two have come: few rows decode, and all go on.
+
+        Nobody is preempted then, or ends by length: of a request that is computed again, or whose blocks others may
+        find, the host knows all tokens but the last. Nor does the host have a part in what anybody's next token may be.
+        """
+        running = self.running
+        is_quiet = not (self.waiting or self._leaders or self._scored or self._num_mid_prompt)
+        return (
+            is_quiet
+            and 0 < len(running) <= FEW_ROWS
+            and BLOCKS_OF_A_ROW * len(running) <= self.manager.pool.num_free
+            and all(request.goes_on_alone for request in running)
         )
 
     def usage(self) -> SlotUsage:
@@ -321,7 +338,7 @@ class Scheduler:
         end = request.num_computed_tokens = start + num_tokens
         previous_index = -1
         if end > num_known:
-            assert num_tokens == 1 and start == num_known, request.request_id
+            assert num_tokens == 1 and start >= num_known, request.request_id
             previous_index = request.batch_index
         is_sampled = end == request.num_tokens
         request.batch_index = len(rows)

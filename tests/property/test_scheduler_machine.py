@@ -130,13 +130,13 @@ class Before(NamedTuple):
 
 class Traffic(RuleBasedStateMachine):
     """Arrivals, steps, aborts, resets and lost caches in any order; steps scheduled after or before the last one's
-    tokens; with and without a prefix cache and several samples of one prompt.
+    tokens, or the last two's; with and without a prefix cache and several samples of one prompt.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.lives: dict[str, Life] = {}
-        self.in_flight: Launched | None = None
+        self.in_flight: collections.deque[Launched] = collections.deque()
         self.num_steps = 0
         self.num_arrivals = 0
         self.num_events = 0
@@ -261,15 +261,21 @@ class Traffic(RuleBasedStateMachine):
     # One step
 
     def step(self, rng: random.Random, share_of_ends: float) -> None:
+        most = self.most_in_flight()
+        while len(self.in_flight) > most:
+            self.update(self.in_flight.popleft())
         batch, before = self.schedule()
-        launched = None
         if batch.rows:
-            launched = self.launch(batch, before, self.sampled(batch, rng, share_of_ends))
-        arriving, self.in_flight = (self.in_flight, launched) if self.is_async else (launched, None)
+            self.in_flight.append(self.launch(batch, before, self.sampled(batch, rng, share_of_ends)))
+            self.seen["steps ahead of two others"] += len(self.in_flight) > 2
         if rng.random() < 0.02:
             self.abort(rng.choice(list(self.lives.values())), is_all=rng.random() < 0.3)
-        if arriving is not None:
-            self.update(arriving)
+        if self.in_flight and (not batch.rows or len(self.in_flight) > most):
+            self.update(self.in_flight.popleft())
+
+    def most_in_flight(self) -> int:
+        """As the engine has it."""
+        return self.is_async + (self.is_async and self.scheduler.can_run_ahead())
 
     def sampled(self, batch: ScheduledBatch, rng: random.Random, share_of_ends: float) -> list[int] | None:
         if self.says_what_the_model_says:
@@ -380,9 +386,9 @@ class Traffic(RuleBasedStateMachine):
 
     def switch(self) -> None:
         """Asynchronous instead of synchronous, or the other way round."""
-        if self.in_flight is not None:
-            self.update(self.in_flight)
-        self.in_flight, self.is_async = None, not self.is_async
+        while self.in_flight:
+            self.update(self.in_flight.popleft())
+        self.is_async = not self.is_async
 
     def lose_the_cache(self) -> None:
         """The tokens in flight never come, and nobody's keys and values are there any more."""
@@ -394,7 +400,7 @@ class Traffic(RuleBasedStateMachine):
         self.model.forget()
         self.contexts[:] = 0
         self.age += 1
-        self.in_flight = None
+        self.in_flight.clear()
 
     # What holds in a step
 
@@ -629,7 +635,7 @@ def test_random_traffic() -> None:
         run_state_machine_as_test(Traffic, settings=SETTINGS)
 
 
-def traffic_of(num_steps: int, *, has_small_chunks: bool) -> Traffic:
+def traffic_of(num_steps: int, *, has_small_chunks: bool, share_of_arrivals: float = 0.3) -> Traffic:
     """So many steps of one scheduler, then all that is left; every token is the stand-in's own."""
     traffic = Traffic()
     traffic.says_what_the_model_says = True
@@ -637,13 +643,13 @@ def traffic_of(num_steps: int, *, has_small_chunks: bool) -> Traffic:
     traffic.start(sizes, is_async=True, has_samples=True, has_small_chunks=has_small_chunks)
     rng = random.Random(num_steps)
     while traffic.num_steps < num_steps:
-        random_event(traffic, rng)
+        random_event(traffic, rng, share_of_arrivals)
     traffic.teardown()
     return traffic
 
 
-def random_event(traffic: Traffic, rng: random.Random) -> None:
-    if len(traffic.lives) < MAX_LIVES and rng.random() < 0.3:
+def random_event(traffic: Traffic, rng: random.Random, share_of_arrivals: float) -> None:
+    if len(traffic.lives) < MAX_LIVES and rng.random() < share_of_arrivals:
         traffic.arrive(rng.randint(1, 3), rng.randrange(2**16))
     if traffic.lives and rng.random() < 0.02:
         traffic.interrupt(rng.randrange(99), rng.choice(EVENTS))
@@ -654,7 +660,8 @@ def test_ten_thousand_steps_of_one_scheduler() -> None:
     with without_type_checks():
         seen = traffic_of(10_000, has_small_chunks=False).seen
         seen += traffic_of(2_000, has_small_chunks=True).seen
-    assert len(seen) == 9 and min(seen.values()) >= 30, seen
+        seen += traffic_of(2_000, has_small_chunks=False, share_of_arrivals=0.05).seen
+    assert len(seen) == 10 and min(seen.values()) >= 30, seen
 
 
 # The machine has to notice when something is wrong
@@ -702,6 +709,10 @@ def preempts_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(Scheduler, "_make_room", make_room)
+
+
+def runs_ahead_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "can_run_ahead", lambda self: True)
 
 
 def queues_the_preempted_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -865,6 +876,7 @@ def remembers_what_follows_from_forgotten_blocks(monkeypatch: pytest.MonkeyPatch
         keeps_computed_tokens_of_the_preempted,
         lets_in_without_reserve,
         ignores_the_budget,
+        runs_ahead_of_everything,
     ],
 )
 def test_a_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], Any]) -> None:
