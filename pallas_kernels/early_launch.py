@@ -1,4 +1,4 @@
-"""When a GPU may launch the kernel that comes after one of Pallas's Triton kernels (Hopper and later).
+"""When a GPU may launch the kernel that comes after one of Pallas's Triton kernels (Hopper).
 
 XLA launches its kernels and these so that each may be on its multiprocessors before the one before it has ended, and
 lets each wait for that end by its first instruction (programmatic dependent launch; griddepcontrol in PTX). But only

@@ -135,7 +135,7 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
 
 
 def merge(parts: Softmax, arrays: Refs, out: Queries, geometry: Geometry) -> Queries:
-    """As merge_decode does, of rows of one or a few queries, and puts these where they belong."""
+    """Joins the splits by their maxima (log-sum-exp), in XLA, and puts each row's queries where they belong in out."""
     maximum = jnp.max(parts.maximum, axis=0)
     weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
     total = jnp.sum(parts.total * weights, axis=0)

@@ -52,7 +52,7 @@ def _merge_program(
     dims, is_real = dims_of(geometry)
     mask = is_split[:, None] if is_real is None else is_split[:, None] & is_real
     values = plt.load(values_ref.at[(splits[:, None], *pair, dims)], mask=mask, other=0)
-    weights = jnp.where(maximum <= MASKED, 0, jnp.exp2(maximum - jnp.max(maximum)))
+    weights = jnp.exp2(maximum - jnp.max(maximum))  # 0 where no key was seen, or 1 where none was anywhere
     whole = jnp.sum(total * weights)
     merged = jnp.sum(values * weights[:, None], axis=0) / jnp.where(whole == 0, 1, whole)
     is_dim = None if is_real is None else is_real[0]

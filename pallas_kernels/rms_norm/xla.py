@@ -22,7 +22,8 @@ def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, " size"], eps:
     variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     normed = x32 * jax.lax.rsqrt(variance + eps)
     if weight.dtype != x.dtype:
-        # Said outright: XLA on a GPU drops a rounding to bfloat16 and back (xla_allow_excess_precision).
+        # Said outright: XLA on a GPU drops a rounding to bfloat16 and back (xla_allow_excess_precision). Where the
+        # product is rounded as well, one rounding less is within what backends may differ by.
         info = jnp.finfo(x.dtype)
         normed = jax.lax.reduce_precision(normed, info.nexp, info.nmant)
     return normed.astype(x.dtype) * weight

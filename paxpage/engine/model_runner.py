@@ -417,7 +417,7 @@ class ModelRunner:
         A compilation may still be running: join() waits for it.
         """
         self.set_params({})
-        self.cache, self._logits = None, {}
+        self.cache, self._logits, self._onward = None, {}, Onward()
         self._compiled.close()
 
     def join(self) -> None:

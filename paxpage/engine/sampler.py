@@ -164,10 +164,11 @@ def describe(logits: Logits, token_ids: Int[Array, " num_rows"], num_top: int | 
 def most_likely(
     logprobs: Logits, num_top: int
 ) -> tuple[Float[Array, "num_rows num_top"], Int[Array, "num_rows num_top"]]:
-    """What jax.lax.top_k gives: the num_top best of each row, and which tokens they are; of equals the lowest id first.
+    """The num_top best of each row, and which tokens they are; of equals the lowest id first, as jax.lax.top_k has it.
 
-    They lie in the num_top groups of tokens whose own best are best, of equals the first groups: only those are looked
-    through. logprobs are read twice and need not be there as an array: XLA computes them where they are read.
+    Rows have no NaN, or nothing else. The best lie in the num_top groups of tokens whose own best are best, of equals
+    the first groups: only those are looked through. logprobs are read twice and need not be there as an array: XLA
+    computes them where they are read.
     """
     num_rows, vocab_size = logprobs.shape
     if vocab_size <= num_top * GROUP_SIZE:

@@ -107,6 +107,7 @@ def result_of(layers: str, shape: StepShape, folder: pathlib.Path) -> dict[str, 
         path.unlink()
     return {
         "cache_bytes": cache_bytes,
+        "packed_bytes": 4 * shape.num_ints,
         "alias_bytes": stats.alias_size_in_bytes,
         "temp_bytes": stats.temp_size_in_bytes,
         "step_bytes": step.temporary_bytes(compiled),

@@ -16,11 +16,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CUDA_WHEELS = ROOT / ".venv" / "cuda-compiler"
 # As compiled with jax 0.11.2; a change is a decision, not an accident. Three of decode's 12 are split-K sums that XLA,
 # without a device to time matrix products on, takes for granted.
-KERNELS_PER_LAYER = {"decode": 12, "mixed": 11, "shared": 13}
-SHAPES = {"decode": (32, 32, 0), "mixed": (512, 256, 2 * MAX_PIECES + 512 // 64), "shared": (32, 32, MAX_PIECES)}
+KERNELS_PER_LAYER = {"few": 13, "decode": 12, "mixed": 11, "shared": 13}
+SHAPES = {
+    "few": (4, 4, 0),
+    "decode": (32, 32, 0),
+    "mixed": (512, 256, 2 * MAX_PIECES + 512 // 64),
+    "shared": (32, 32, MAX_PIECES),
+}
 # Of Mosaic's kernels in each kind of step, and "unshared", a mixed step that takes no shared prefixes: bytes that a
 # thread stores because it has too few registers, at most.
-SPILLED_BYTES = {
+SPILLED_BYTES: dict[str, dict[str, int]] = {
+    "few": {},
     "decode": {"decode": 0},
     "mixed": {"prefixes": 0, "decode": 0, "prefill": 0},
     "shared": {"prefixes": 0, "decode": 0},
@@ -77,6 +83,17 @@ def test_no_hidden_copy_of_the_cache(compiled: tuple[str, dict[str, int], dict[s
         assert stats["temp_bytes"] < stats["cache_bytes"] // 4, stats
     # A copy of a layer's cache would show as its bytes, layer by layer.
     assert three["temp_bytes"] - two["temp_bytes"] < two["cache_bytes"] // 8, (two, three)
+
+
+def test_a_small_step_leaves_what_it_is_given_where_it_was(
+    compiled: tuple[str, dict[str, int], dict[str, int]],
+) -> None:
+    """The cache, and where a CUDA graph would be patched, the logits' buffer and what the host has packed."""
+    kind, two, _ = compiled
+    num_rows = SHAPES[kind][1]
+    logits_bytes = 4 * VOCAB_SIZE * num_rows if kind != "mixed" else 0
+    packed_bytes = two["packed_bytes"] if kind in ("few", "decode") else 0
+    assert two["alias_bytes"] == two["cache_bytes"] + logits_bytes + packed_bytes, two
 
 
 def test_a_step_takes_no_more_memory_than_is_set_aside(compiled: tuple[str, dict[str, int], dict[str, int]]) -> None:

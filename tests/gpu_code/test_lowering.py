@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import add_rms_norm, kv_cache_write, paged_attention, top_k_top_p_draw
+from pallas_kernels import add_rms_norm, kv_cache_write, paged_attention, rope_kv_cache_write, top_k_top_p_draw
 from paxpage.config import ModelConfig
 from paxpage.engine import kv_cache, step
 from paxpage.engine.batch import StepShape
 from paxpage.models import registry
-from tests.gpu_code.lowering import as_h200
+from tests.gpu_code.lowering import as_gpu, as_h200
 
 HEADS = [(32, 8, 128), (9, 3, 64), (5, 1, 80), (6, 2, 96), (8, 1, 256)]
 SIZES = {"one row": (1, 1), "decode": (32, 32), "mixed": (64, 8)}
@@ -55,6 +55,26 @@ def test_add_rms_norm_lowers(size: int, dtype: str, has_delta: bool) -> None:
     norm = functools.partial(add_rms_norm, eps=1e-5, backend="triton")
     text = lower_for_cuda(norm, (rows, rows if has_delta else None, array((size,), dtype)))
     assert ("add_rms_norm" if has_delta else "rms_norm") in text
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "is_early"), [("NVIDIA H200", True), ("NVIDIA H100 PCIe", True), ("NVIDIA A100-SXM4-80GB", False)]
+)
+def test_the_next_kernel_is_launched_early_where_it_can_be(device_kind: str, is_early: bool) -> None:
+    """Norms, rotation, a decode row's splits and what joins them."""
+    rows, cache = array((1, 4096), "bfloat16"), array((2, 100, 8, 16, 128), "bfloat16")
+    ints = (array((1, 64), "int32"), array((1,), "int32"), array((2,), "int32"))
+    angles, slots = array((1, 64), "float32"), array((1,), "int32")
+
+    def layer(x, weight, qkv, k, v, cos, sin, slots, *ints):
+        summed, normed = add_rms_norm(x, x, weight, eps=1e-5, backend="triton")
+        q, k, v = rope_kv_cache_write(k, v, qkv, cos, sin, slots, layer=1, backend="triton")
+        return summed, normed, paged_attention(q, k, v, *ints, layer=1, backend="triton")
+
+    arguments = (rows, array((4096,), "bfloat16"), array((1, 48, 128), "bfloat16"), cache, cache, angles, angles, slots)
+    with as_gpu(device_kind):
+        text = jax.jit(layer).trace(*arguments, *ints).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("griddepcontrol.launch_dependents") == 4 * is_early
 
 
 @pytest.mark.parametrize("vocab_size", [1, 49152, 128256])

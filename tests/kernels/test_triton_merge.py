@@ -19,7 +19,7 @@ LAYOUTS = [(4, 4, 40), (9, 3, 64), (32, 2, 128), (5, 1, 256)]  # query heads, ke
 
 
 def make_parts(geometry: Geometry, num_splits: int) -> Softmax:
-    """Random; a third of the splits, and all of one row's, have seen no key."""
+    """Random; a third of the splits, and all of one row's, have seen no key. What is padding is no number."""
     rng = np.random.default_rng(num_splits)
     pairs = (num_splits, NUM_ROWS, geometry.num_kv_heads, tile_rows_of(geometry))
     is_empty = rng.random(pairs) < 1 / 3
@@ -28,15 +28,18 @@ def make_parts(geometry: Geometry, num_splits: int) -> Softmax:
     maximum = np.where(is_empty, MASKED, 20 * rng.normal(size=pairs))
     total = np.where(is_empty, 0, 1 + rng.random(pairs))
     values = np.where(is_empty[..., None], 0, rng.normal(size=(*pairs, geometry.padded_dim)))
+    values[..., geometry.head_dim :] = np.nan
+    for part in (maximum, total, values):
+        part[:, :, :, geometry.group :] = np.nan
     return Softmax(*(part.astype(np.float32) for part in (maximum, total, values)))
 
 
 def expected(parts: Softmax, geometry: Geometry) -> np.ndarray:
-    maximum, total, values = (part.astype(np.float64) for part in parts)
+    maximum, total, values = (part[:, :, :, : geometry.group].astype(np.float64) for part in parts)
     weights = np.where(maximum <= MASKED, 0, np.exp2(maximum - maximum.max(axis=0)))
     whole = (total * weights).sum(axis=0)
     merged = (values * weights[..., None]).sum(axis=0) / np.where(whole == 0, 1, whole)[..., None]
-    return merged[:, :, : geometry.group, : geometry.head_dim].reshape(NUM_ROWS, geometry.num_heads, -1)
+    return merged[..., : geometry.head_dim].reshape(NUM_ROWS, geometry.num_heads, -1)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 16])

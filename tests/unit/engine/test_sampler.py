@@ -449,6 +449,11 @@ def test_log_probabilities_of_what_is_no_number_are_of_tokens() -> None:
     assert len({*token_ids[0].tolist()} & {*range(3000)}) == 20 and bool(jnp.isnan(top).all())
 
 
+def test_what_is_no_number_comes_last() -> None:
+    values = jnp.array([[-1.0, jnp.nan, -0.5, -jnp.inf, jnp.nan, -3.0]])
+    assert sampler.best_places(values, 6).tolist() == [[2, 0, 5, 1, 3, 4]]
+
+
 def test_of_no_tokens_but_the_chosen_one() -> None:
     logits = random_logits(NUM_ROWS)
     tokens = sample(logits, [row_of(SamplingParams(temperature=0.0, logprobs=0))] * NUM_ROWS, num_top=0)
