@@ -876,7 +876,6 @@ def remembers_what_follows_from_forgotten_blocks(monkeypatch: pytest.MonkeyPatch
         keeps_computed_tokens_of_the_preempted,
         lets_in_without_reserve,
         ignores_the_budget,
-        runs_ahead_of_everything,
     ],
 )
 def test_a_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], Any]) -> None:
@@ -902,9 +901,10 @@ def test_a_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[py
         waits_for_what_nobody_computes,
         follows_for_ever,
         remembers_what_follows_from_forgotten_blocks,
+        runs_ahead_of_everything,
     ],
 )
-def test_a_fault_in_sharing_is_noticed(
+def test_a_fault_is_noticed_in_long_traffic(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], Any]
 ) -> None:
     fault(monkeypatch)
