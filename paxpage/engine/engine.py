@@ -468,6 +468,7 @@ class Engine:
             self.idle_meter.launched(was_busy)
             # Masks depend on all tokens before: those in flight are taken in while the forward pass runs.
             deltas += self._collect()
+            assert not self._in_flight, "a mask would be a token behind"
             masks = self.grammars.masks(batch.rows, started.output.logits.shape[0])
             launched = self.runner.draw(started, masks)
         else:
@@ -481,7 +482,8 @@ class Engine:
         if not self._in_flight:
             return []
         batch, launched = self._in_flight.popleft()
-        self.idle_meter.saw(launched.is_running())
+        newest = self._in_flight[-1][1] if self._in_flight else launched
+        self.idle_meter.saw(newest.is_running())
         tokens = self.runner.fetch(launched)
         self._is_recovering = False
         for scored in tokens.scored:

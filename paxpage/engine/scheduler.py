@@ -32,7 +32,7 @@ class SlotUsage(NamedTuple):
     """KV slots at one moment. wasted = allocated - holding."""
 
     allocated: int
-    holding: int  # slots that hold a token once the step in flight ends
+    holding: int  # slots that hold a token once the steps in flight end
 
 
 class ScheduledRow(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 
 from paxpage import LLM, SamplingParams
 from paxpage.engine.scheduler import FEW_ROWS
-from tests.helpers.engines import assert_idle, greedy_params, ids, steps_in_flight
+from tests.helpers.engines import assert_idle, greedy_params, ids, steps_in_flight, tokens
 from tests.helpers.fixtures import shelf
 from tests.helpers.shelf import Limits, Shelf
 
@@ -86,3 +86,12 @@ def test_a_new_request_ends_it(shelf: Shelf) -> None:
         while engine.has_unfinished_requests():
             engine.step()
     assert_idle(engine)
+
+
+def test_a_full_block_of_one_that_ends_by_length_is_found(shelf: Shelf) -> None:
+    """The host knows all its tokens but the last when its blocks go back."""
+    llm = shelf.tiny(MANY)
+    llm.reset_prefix_cache()
+    with steps_in_flight(llm, 1):
+        out = tokens(llm, [[5]], greedy_params(16))[0]
+    assert [report.verdict for report in llm.explain_cache(ids([5, *out]))] == ["hit"]
