@@ -440,8 +440,8 @@ class Engine:
 
     def _require_alive(self) -> None:
         if self._cause_of_death:
-            why = f"the engine is dead since two steps in a row failed, the last with: {self._cause_of_death}"
-            raise EngineDeadError(f"{why}; nothing runs on it any more: make another one")
+            why = f"the engine is dead since {self._cause_of_death}; nothing runs on it any more: make another one"
+            raise EngineDeadError(why)
         error = self.runner.failure()
         if error is not None:
             raise EngineDeadError(f"a program could not be compiled: {error}") from error
@@ -497,8 +497,8 @@ class Engine:
         """The donated cache may be gone: a new one, and every running request from its first token."""
         self._num_failed_steps += 1
         if self._is_recovering:
-            self._cause_of_death = str(error) or type(error).__name__
-            raise EngineDeadError(f"two steps in a row failed, the last with: {error}") from error
+            self._cause_of_death = f"two steps in a row failed, the last with: {error}"
+            raise EngineDeadError(self._cause_of_death) from error
         why = ": out of memory" if is_out_of_memory(error) else ""
         logger.exception("a step failed%s; %d running requests are computed again", why, len(self.scheduler.running))
         self._is_recovering = True
@@ -548,10 +548,11 @@ class Engine:
 
     def _take_logprobs(self, updated: list[tuple[int, Request]], tokens: HostTokens) -> None:
         """Log-probabilities of the new tokens, for the samples that want them."""
+        if tokens.described is None:
+            return
         wanted = [(i, r) for i, r in updated if r.params.logprobs is not None and not r.num_dropped]
         if not wanted:
             return
-        assert tokens.described is not None, "log-probabilities were asked for"
         nums_top = [self._num_top(request.params) for _, request in wanted]
         num_there = tokens.described[-1].shape[1]
         described = descriptions(tokens.described, [i for i, _ in wanted], min(max(nums_top), num_there))
