@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.early_launch import can_launch_early, program_id
 from pallas_kernels.paged_attention.config import MIN_DOT, DecodeConfig, Geometry, decode_queries, next_power_of_2
 from pallas_kernels.paged_attention.triton_common import (
-    MASKED,
     NUM_INPUTS,
     Ref,
     Refs,
@@ -38,7 +37,7 @@ class Plan(NamedTuple):
     config: DecodeConfig
     scale: float
     has_starts: bool  # rows may have other than one query, and starts says which are theirs
-    is_early: bool
+    is_early: bool  # see early_launch.program_id
 
 
 def decode(
@@ -137,7 +136,7 @@ def _store_partial(out_refs: tuple[Ref, ...], tile: Tile, geometry: Geometry, st
 def merge(parts: Softmax, arrays: Refs, out: Queries, geometry: Geometry) -> Queries:
     """Joins the splits by their maxima (log-sum-exp), in XLA, and puts each row's queries where they belong in out."""
     maximum = jnp.max(parts.maximum, axis=0)
-    weights = jnp.where(parts.maximum <= MASKED, 0, jnp.exp2(parts.maximum - maximum))
+    weights = jnp.exp2(parts.maximum - maximum)
     total = jnp.sum(parts.total * weights, axis=0)
     values = jnp.sum(parts.values * weights[..., None], axis=0) / jnp.where(total == 0, 1, total)[..., None]
     num_queries, group = decode_queries(geometry), geometry.group

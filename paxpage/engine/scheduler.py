@@ -23,7 +23,7 @@ from paxpage.engine.request import FinishReason, Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 
-FEW_ROWS = 8  # steps of more take a device longer than the host needs for the next one
+FEW_ROWS = 8  # of a step so short that a late host keeps the device waiting; with some tens the device takes longer
 BLOCKS_OF_A_ROW = 2  # that one more token may take: a new one, and a copy of one that others read
 PATIENCE = 8  # requests that may wait for their next token so that one gets its prompt computed a chunk sooner
 
